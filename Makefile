@@ -1,0 +1,103 @@
+# The front door. Every command does all of its own set-up and may be repeated; `make help` lists them.
+# CMake does the building: see CMakePresets.json, or HACKING.md for how to use it without this file.
+
+PREFIX ?= /usr/local
+PHSA_VENV ?= .venv
+JOBS ?= $(shell nproc)
+BENCH_ARGS ?=
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+FUZZ_SECONDS ?= 5
+
+export PHSA_VENV
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+export CTEST_PARALLEL_LEVEL := $(JOBS)
+
+python := $(abspath $(PHSA_VENV))/bin/python
+# GCC 12's sanitizers cannot live with the widest address randomisation that newer kernels have. Where it may not be
+# switched off (some containers), we try without.
+no_aslr := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
+
+# The steps of a command run in order; the tools inside each step run in parallel.
+.NOTPARALLEL:
+.PHONY: help demo test bench install format format-check tidy sanitize fuzz build clean \
+  packages packages-test venv test-cpp test-asan test-tsan test-python
+
+help: ## this list
+	@echo "make COMMAND, where COMMAND is one of"
+	@sed -n 's/^\([a-z-]*\):.* ## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16 | sed 's/^/  /'
+	@echo "Settings: PREFIX ($(PREFIX)), DESTDIR, PHSA_VENV ($(PHSA_VENV)), JOBS ($(JOBS)), DEMO_ARGS, BENCH_ARGS,"
+	@echo "PYTEST_ARGS, FUZZ_SECONDS ($(FUZZ_SECONDS)), PHSA_SKIP_PACKAGES=1 (do not ask apt)"
+
+demo: packages ## builds, then compares dense, InfLLM v2 and PHSA on this machine
+	cmake --preset release -DPHSA_TORCH=OFF
+	cmake --build --preset release --target phsa_demo
+	build/release/bin/phsa-demo $(DEMO_ARGS)
+
+test: packages-test venv format-check test-cpp test-asan test-tsan test-python ## everything that can be tested here
+
+bench: packages ## measures the attention on this machine
+	cmake --preset release -DPHSA_TORCH=OFF
+	cmake --build --preset release --target bench_attention
+	build/release/bin/bench_attention $(BENCH_ARGS)
+
+build: packages ## builds the release preset into build/release
+	cmake --preset release -DPHSA_TORCH=OFF
+	cmake --build --preset release
+
+install: packages ## installs libphsa and its headers into PREFIX
+	cmake --preset release -DPHSA_TORCH=OFF -DCMAKE_INSTALL_PREFIX=$(PREFIX)
+	cmake --build --preset release --target phsa
+	cmake --install build/release --prefix $(PREFIX)
+	@if [ -z "$(DESTDIR)" ] && [ "$$(id -u)" = 0 ]; then ldconfig; fi
+
+format: packages-test venv ## formats all C, C++ and Python files
+	scripts/format.sh
+
+format-check: packages-test venv ## fails where `make format` would change something
+	scripts/format.sh --check
+
+tidy: ## clang-tidy over the C++ sources
+	@scripts/install-packages.sh build test tidy
+	cmake --preset release -DPHSA_TORCH=OFF
+	run-clang-tidy-14 -quiet -p build/release -j $(JOBS) '/(src|tests|bench)/.*\.cc$$'
+
+sanitize: packages-test test-asan test-tsan ## the C++ tests under ASan and UBSan, the threaded ones under TSan
+
+fuzz: ## builds the fuzzers and runs each for FUZZ_SECONDS
+	@scripts/install-packages.sh build fuzz
+	cmake --preset fuzz
+	cmake --build --preset fuzz
+	scripts/run-fuzzers.sh build/fuzz $(FUZZ_SECONDS)
+
+clean: ## removes what was built (not the virtual environment)
+	rm -rf build demo
+
+packages:
+	@scripts/install-packages.sh build
+
+packages-test:
+	@scripts/install-packages.sh build test
+
+venv:
+	@scripts/make-venv.sh
+
+test-cpp: packages-test venv
+	cmake --preset release -DPHSA_TORCH=ON -DPHSA_PYTHON=$(python)
+	cmake --build --preset release
+	ctest --preset release
+
+test-asan: packages-test
+	cmake --preset asan
+	cmake --build --preset asan
+	$(no_aslr) ctest --preset asan
+
+test-tsan: packages-test
+	cmake --preset tsan
+	cmake --build --preset tsan
+	$(no_aslr) ctest --preset tsan
+
+test-python: packages-test venv
+	cmake --preset release -DPHSA_TORCH=ON -DPHSA_PYTHON=$(python)
+	cmake --build --preset release
+	PYTHONPATH=python $(python) -m pytest python/tests $(PYTEST_ARGS)

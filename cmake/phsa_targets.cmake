@@ -1,0 +1,45 @@
+# How every target of ours is compiled, and what one folder may see of another.
+
+add_library(phsa_options INTERFACE)
+target_compile_features(phsa_options INTERFACE cxx_std_20)
+target_compile_options(phsa_options INTERFACE -Wall -Wextra -Wshadow
+  -Wno-missing-field-initializers  # PHSA_INIT sets one field and zeroes the rest: that is what it is for
+  # GCC 12 sees overlapping copies inside std::string's own assignment (its bug 105651).
+  $<$<AND:$<CXX_COMPILER_ID:GNU>,$<VERSION_LESS:$<CXX_COMPILER_VERSION>,13>>:-Wno-restrict>
+  # Where a file silences a warning that only GCC has.
+  $<$<CXX_COMPILER_ID:Clang>:-Wno-unknown-warning-option>
+  $<$<BOOL:${PHSA_WERROR}>:-Werror>
+  # A compiler that fuses a*b+c where it happens to inline would round the same sum in two ways, and then chunking
+  # could change a selection. Kernels ask for fused products by name.
+  -ffp-contract=off
+  # File names in messages and debug information are those of the tree, wherever it was built.
+  -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=)
+if(PHSA_SANITIZE)
+  target_compile_options(phsa_options INTERFACE -fsanitize=${PHSA_SANITIZE} -fno-sanitize-recover=all
+    -fno-omit-frame-pointer)
+  target_link_options(phsa_options INTERFACE -fsanitize=${PHSA_SANITIZE})
+endif()
+if(PHSA_FUZZ)
+  target_compile_options(phsa_options INTERFACE -fsanitize=fuzzer-no-link)
+endif()
+
+# phsa_add_folder(<name> SOURCES ... [USES <folder>...] [PUBLIC_LIBRARIES ...] [PRIVATE_LIBRARIES ...])
+#
+# The target phsa_<name>, for the sources of src/<name>. It sees include/, its own folder as "<name>/...", and those of
+# the folders it USES: each folder has an include directory of its own with one link in it, so that an include across
+# a border that the design does not have is an error of the compiler.
+function(phsa_add_folder name)
+  cmake_parse_arguments(arg "" "" "SOURCES;USES;PUBLIC_LIBRARIES;PRIVATE_LIBRARIES" ${ARGN})
+  set(root ${PROJECT_BINARY_DIR}/include-roots/${name})
+  file(MAKE_DIRECTORY ${root})
+  file(CREATE_LINK ${PROJECT_SOURCE_DIR}/src/${name} ${root}/${name} SYMBOLIC)
+  target_compile_options(phsa_options INTERFACE -ffile-prefix-map=${root}/=src/)
+
+  add_library(phsa_${name} OBJECT ${arg_SOURCES})
+  target_include_directories(phsa_${name} PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
+                                                 $<BUILD_INTERFACE:${root}>)
+  target_link_libraries(phsa_${name} PUBLIC ${arg_PUBLIC_LIBRARIES} PRIVATE phsa_options ${arg_PRIVATE_LIBRARIES})
+  foreach(used IN LISTS arg_USES)
+    target_link_libraries(phsa_${name} PUBLIC phsa_${used})
+  endforeach()
+endfunction()

@@ -1,0 +1,24 @@
+#!/bin/bash
+# Makes the virtual environment with the packages of packages/python.txt: .venv, or PHSA_VENV.
+# Does nothing when the environment holds this very list already.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=${PHSA_VENV:-.venv}
+list=packages/python.txt
+stamp=$venv/phsa-packages-$(sha256sum "$list" | cut -c1-16)
+
+[[ -e $stamp && -x $venv/bin/python ]] && exit 0
+
+# Debian's own interpreter where there is one: other ones on the PATH may have been built without what torch needs.
+python=/usr/bin/python3
+[[ -x $python ]] || python=python3
+
+if ! [[ -x $venv/bin/python ]]; then
+  echo "phsa: making the virtual environment $venv"
+  "$python" -m venv "$venv"
+fi
+echo "phsa: installing the Python packages of $list into $venv (torch brings about 3 GB; minutes)"
+"$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off --requirement "$list" </dev/null
+rm -f "$venv"/phsa-packages-*
+touch "$stamp"
