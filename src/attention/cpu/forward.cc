@@ -1,0 +1,431 @@
+// attend on the CPU, alone or fused with the selection.
+//
+// A tile of queries reads keys in two ways. The band (init, local, or everything for queries that read all) is shared
+// by the whole tile: chunks of kChunk keys at absolute positions, a running softmax. The chosen blocks differ from query
+// to query: they are visited block by block, each packed once and multiplied with the rows that chose it.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "attention/cpu/block_lists.h"
+#include "attention/cpu/select.h"
+#include "base/dtype.h"
+
+namespace phsa::cpu {
+namespace {
+
+constexpr float kLog2E = 1.44269504f;
+
+// Keys as panels and values as words of one KV head, all tokens of a sequence; null: they are packed tile by tile.
+struct PackedHead {
+  const uint32_t* keys = nullptr;    // [token / 16][words][16]
+  const uint32_t* values = nullptr;  // [token / per_word][head_dim]
+};
+
+class TileAttention {
+ public:
+  TileAttention(const Call& call, const Tile& tile, const TileScratch& scratch, const PackedHead& packed)
+      : call_(call),
+        plan_(call.plan),
+        kv_(call.params.kv),
+        products_(call.products),
+        tile_(tile),
+        s_(scratch),
+        packed_(packed),
+        seq_(plan_.seqs[tile.seq]),
+        rows_((tile.end - tile.begin) * plan_.group),
+        factor_(plan_.scale * kLog2E),
+        panel_size_(int64_t{call.words} * kPanel) {}
+
+  void Run() {
+    LoadQueries();
+    Band(true);
+    Band(false);
+    if (plan_.top_k > 0) Chosen();
+    Store();
+  }
+
+ private:
+  int32_t Position(int32_t row) const { return tile_.begin + row / plan_.group; }
+  int32_t Row(int32_t position) const { return (position - tile_.begin) * plan_.group; }
+
+  int64_t QueryOffset(int32_t row, int64_t token_stride, int64_t head_stride) const {
+    const int64_t query = seq_.q_start + Position(row) - seq_.first_position();
+    return query * token_stride + (int64_t{tile_.kv_head} * plan_.group + row % plan_.group) * head_stride;
+  }
+
+  void LoadQueries() {
+    const ForwardParams& params = call_.params;
+    const int32_t d = plan_.head_dim;
+    const bool in_place = plan_.dtype == PHSA_F32 || products_.per_word == 2;
+    for (int32_t r = 0; r < rows_; ++r) {
+      const void* q = At(params.q, plan_.dtype, QueryOffset(r, params.q_token_stride, params.q_head_stride));
+      if (in_place) {
+        s_.query_ptrs[r] = static_cast<const uint32_t*>(q);
+      } else {
+        uint32_t* dst = s_.queries + int64_t{r} * d;
+        call_.kernels.to_f32(q, plan_.dtype, d, reinterpret_cast<float*>(dst));
+        s_.query_ptrs[r] = dst;
+      }
+      s_.score_ptrs[r] = s_.scores + int64_t{r} * call_.shape.score_stride;
+      s_.sum_ptrs[r] = s_.sums + int64_t{r} * d;
+      s_.row_max[r] = -std::numeric_limits<float>::infinity();
+      s_.row_sum[r] = 0;
+    }
+    std::fill_n(s_.sums, int64_t{rows_} * d, 0.0f);
+  }
+
+  // Tokens that the queries of block b read in the band's first part (init) or second (local, or everything).
+  std::pair<int32_t, int32_t> BandRange(int32_t b, bool init) const {
+    const bool all = plan_.ReadsAll(b);
+    if (init) return {0, all ? 0 : plan_.init_blocks * plan_.block};
+    return {all ? 0 : plan_.CandidateEnd(b) * plan_.block, std::min((b + 1) * plan_.block, tile_.end)};
+  }
+
+  void Band(bool init) {
+    const int32_t first_block = tile_.begin / plan_.block, last_block = (tile_.end - 1) / plan_.block;
+    // Both ends of the range grow with b, and only the first blocks may read everything.
+    const int32_t begin = init ? 0 : BandRange(first_block, false).first;
+    const int32_t end = BandRange(last_block, init).second;
+    for (int32_t chunk = begin / kChunk * kChunk; chunk < end; chunk += kChunk) {
+      bool packed = packed_.keys != nullptr;
+      int32_t run_begin = 0, run_end = 0, run_lo = 0, run_hi = 0;
+      const auto flush = [&] {
+        if (run_begin == run_end) return;
+        if (!packed) PackChunk(std::max(chunk, begin), std::min(chunk + kChunk, end), chunk);
+        packed = true;
+        BandRows(run_begin, run_end, chunk, run_lo, run_hi);
+      };
+      for (int32_t b = first_block; b <= last_block; ++b) {
+        const auto [from, to] = BandRange(b, init);
+        const int32_t lo = std::max(from, chunk), hi = std::min(to, chunk + kChunk);
+        if (lo >= hi) continue;
+        const int32_t row_begin = Row(std::max(tile_.begin, b * plan_.block));
+        const int32_t row_end = Row(std::min(tile_.end, (b + 1) * plan_.block));
+        if (row_begin != run_end || lo != run_lo || hi != run_hi) {
+          flush();
+          run_begin = row_begin;
+          run_lo = lo;
+          run_hi = hi;
+        }
+        run_end = row_end;
+      }
+      flush();
+    }
+  }
+
+  // Whether the values of a whole chunk can be read where they lie.
+  bool ValuesInPlace() const {
+    return plan_.dtype == PHSA_F32 && (plan_.page_size == 0 || plan_.page_size % kChunk == 0);
+  }
+
+  // Keys (and values, unless they are read in place) of tokens [lo, hi) at their places in the chunk.
+  void PackChunk(int32_t lo, int32_t hi, int32_t chunk) {
+    for (int32_t t = lo / kPanel * kPanel; t < hi; t += kPanel) {
+      const int32_t n = std::min(kPanel, hi - t);
+      products_.pack_panel(At(kv_.k, plan_.dtype, KeyOffset(plan_, kv_, tile_.seq, t, tile_.kv_head)), kv_.k_token_stride,
+                           plan_.dtype, n, plan_.head_dim, s_.panels + (t - chunk) / kPanel * panel_size_);
+      if (!ValuesInPlace()) {
+        products_.pack_values(At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, tile_.seq, t, tile_.kv_head)),
+                              kv_.v_token_stride, plan_.dtype, n, plan_.head_dim,
+                              s_.values + int64_t{(t - chunk) / products_.per_word} * plan_.head_dim);
+      }
+    }
+  }
+
+  // Rows [begin, end) read tokens [lo, hi) of the chunk, each up to its own position.
+  void BandRows(int32_t begin, int32_t end, int32_t chunk, int32_t lo, int32_t hi) {
+    const int32_t panels = (hi - lo + kPanel - 1) / kPanel;
+    const uint32_t* keys = packed_.keys != nullptr ? packed_.keys + int64_t{lo / kPanel} * panel_size_
+                                                   : s_.panels + (lo - chunk) / kPanel * panel_size_;
+    products_.dot(s_.query_ptrs + begin, end - begin, keys, panels, call_.words, s_.score_ptrs + begin);
+    for (int32_t r = begin; r < end; ++r) {
+      const int32_t seen = std::min(Position(r) + 1, hi) - lo;
+      std::fill(s_.score_ptrs[r] + seen, s_.score_ptrs[r] + panels * kPanel, -std::numeric_limits<float>::infinity());
+      Softmax(r, panels * kPanel);
+    }
+    const int32_t words = (hi - lo + products_.per_word - 1) / products_.per_word;
+    const uint32_t* values = s_.values + int64_t{(lo - chunk) / products_.per_word} * plan_.head_dim;
+    int64_t stride = plan_.head_dim;
+    if (packed_.values != nullptr) {
+      values = packed_.values + int64_t{lo / products_.per_word} * plan_.head_dim;
+    } else if (ValuesInPlace()) {
+      values = static_cast<const uint32_t*>(
+          At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, tile_.seq, lo, tile_.kv_head)));
+      stride = kv_.v_token_stride;
+    }
+    products_.accumulate(reinterpret_cast<const uint32_t* const*>(s_.score_ptrs + begin), end - begin, words, values,
+                         stride, plan_.head_dim, s_.sum_ptrs + begin);
+  }
+
+  void Softmax(int32_t row, int32_t n) {
+    const float rescale = products_.softmax(s_.score_ptrs[row], n, factor_, &s_.row_max[row], &s_.row_sum[row]);
+    if (rescale != 1.0f) call_.kernels.scale(s_.sum_ptrs[row], plan_.head_dim, rescale);
+  }
+
+  // Rows of list `list`: all heads of a query that choose together.
+  int32_t ListRow(int32_t list) const {
+    return list / call_.shape.units * plan_.group + list % call_.shape.units * plan_.rows_of_group();
+  }
+
+  void Chosen() {
+    const int32_t m = plan_.block;
+    const int32_t window = std::min(call_.shape.slots, call_.shape.chosen_slots);
+    const int32_t num_lists = (tile_.end - tile_.begin) * call_.shape.units;
+    int32_t longest = 0;
+    for (int32_t list = 0; list < num_lists; ++list) {
+      // Rows that read everything had it all in the band.
+      if (plan_.ReadsAll(Position(ListRow(list)) / m)) s_.list_counts[list] = 0;
+      longest = std::max(longest, s_.list_counts[list]);
+    }
+    BlockLists blocks(s_.block_head, s_.block_bits, s_.next_entry, window);
+    for (int32_t first = 0; first < longest; first += window) {
+      for (int32_t list = 0; list < num_lists; ++list) {
+        const int32_t* chosen = s_.lists_of_tile + int64_t{list} * call_.shape.slots;
+        const int32_t last = std::min(s_.list_counts[list], first + window);
+        for (int32_t j = first; j < last; ++j) blocks.Add(list, j - first, chosen[j]);
+      }
+      blocks.ForEachBlock([&](int32_t block) { ScoreBlock(blocks, block); });
+      for (int32_t list = 0; list < num_lists; ++list) {
+        const int32_t count = std::min(s_.list_counts[list] - first, window);
+        if (count <= 0) continue;
+        const int32_t row = ListRow(list);
+        for (int32_t r = row; r < row + plan_.rows_of_group(); ++r) Softmax(r, count * m);
+      }
+      blocks.ForEachBlock([&](int32_t block) { AddBlock(blocks, block); });
+      blocks.Clear();
+    }
+  }
+
+  // scores of the block's keys with the rows that chose it, each at its place in its row.
+  void ScoreBlock(const BlockLists& blocks, int32_t block) {
+    const int32_t m = plan_.block;
+    const uint32_t* keys = packed_.keys + int64_t{block} * (m / kPanel) * panel_size_;
+    if (packed_.keys == nullptr) {
+      const void* k = At(kv_.k, plan_.dtype, KeyOffset(plan_, kv_, tile_.seq, block * m, tile_.kv_head));
+      for (int32_t p = 0; p < m / kPanel; ++p) {
+        products_.pack_panel(At(k, plan_.dtype, int64_t{p} * kPanel * kv_.k_token_stride), kv_.k_token_stride,
+                             plan_.dtype, kPanel, plan_.head_dim, s_.panels + p * panel_size_);
+      }
+      keys = s_.panels;
+    }
+    int32_t n = 0;
+    blocks.ForEachList(block, [&](int32_t list, int32_t slot) {
+      const int32_t row = ListRow(list);
+      for (int32_t r = row; r < row + plan_.rows_of_group(); ++r, ++n) {
+        s_.list_queries[n] = s_.query_ptrs[r];
+        s_.list_scores[n] = s_.score_ptrs[r] + slot * m;
+      }
+    });
+    products_.dot(s_.list_queries, n, keys, m / kPanel, call_.words, s_.list_scores);
+  }
+
+  void AddBlock(const BlockLists& blocks, int32_t block) {
+    const int32_t m = plan_.block;
+    const int32_t words = m / products_.per_word;
+    const uint32_t* values = packed_.values + int64_t{block} * words * plan_.head_dim;
+    int64_t stride = plan_.head_dim;
+    if (packed_.values == nullptr) {
+      const void* v = At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, tile_.seq, block * m, tile_.kv_head));
+      if (plan_.dtype == PHSA_F32) {
+        values = static_cast<const uint32_t*>(v);
+        stride = kv_.v_token_stride;
+      } else {
+        products_.pack_values(v, kv_.v_token_stride, plan_.dtype, m, plan_.head_dim, s_.values);
+        values = s_.values;
+      }
+    }
+    int32_t n = 0;
+    blocks.ForEachList(block, [&](int32_t list, int32_t slot) {
+      const int32_t row = ListRow(list);
+      for (int32_t r = row; r < row + plan_.rows_of_group(); ++r, ++n) {
+        s_.list_scores[n] = s_.score_ptrs[r] + slot * words;
+        s_.list_sums[n] = s_.sum_ptrs[r];
+      }
+    });
+    products_.accumulate(reinterpret_cast<const uint32_t* const*>(s_.list_scores), n, words, values, stride,
+                         plan_.head_dim, s_.list_sums);
+  }
+
+  void Store() {
+    const ForwardParams& params = call_.params;
+    for (int32_t r = 0; r < rows_; ++r) {
+      call_.kernels.scale(s_.sum_ptrs[r], plan_.head_dim, 1.0f / s_.row_sum[r]);
+      call_.kernels.from_f32(s_.sum_ptrs[r], plan_.dtype, plan_.head_dim,
+                             At(params.out, plan_.dtype, QueryOffset(r, params.out_token_stride, params.out_head_stride)));
+      if (params.lse != nullptr) {
+        params.lse[QueryOffset(r, plan_.num_q_heads, 1)] = s_.row_max[r] * plan_.scale + std::log(s_.row_sum[r]);
+      }
+    }
+  }
+
+  const Call& call_;
+  const PlanImpl& plan_;
+  const KeyValues& kv_;
+  const Products& products_;
+  const Tile& tile_;
+  const TileScratch& s_;
+  const PackedHead& packed_;
+  const Sequence& seq_;
+  const int32_t rows_;
+  const float factor_;
+  const int64_t panel_size_;
+};
+
+// The lists of the tile from the caller's selection.
+void ReadLists(const Call& call, const Tile& tile, const TileScratch& scratch) {
+  const PlanImpl& plan = call.plan;
+  const Sequence& seq = plan.seqs[tile.seq];
+  for (int32_t query = tile.begin; query < tile.end; ++query) {
+    for (int32_t unit = 0; unit < call.shape.units; ++unit) {
+      const int64_t list = int64_t{query - tile.begin} * call.shape.units + unit;
+      const int32_t* from = call.params.selection + ((seq.q_start + query - seq.first_position()) * plan.selection_heads +
+                                                     int64_t{tile.kv_head} * call.shape.units + unit) *
+                                                        plan.top_k;
+      int32_t count = 0;
+      while (count < call.shape.slots && from[count] >= 0) ++count;
+      std::copy_n(from, count, scratch.lists_of_tile + list * call.shape.slots);
+      scratch.list_counts[list] = count;
+    }
+  }
+}
+
+// Packs keys and values of heads [head_begin, head_begin + heads) of one sequence into the shared scratch.
+void PackHeads(const Call& call, int32_t seq, int32_t head_begin, int32_t heads) {
+  const PlanImpl& plan = call.plan;
+  const KeyValues& kv = call.params.kv;
+  const int32_t kv_len = plan.seqs[seq].kv_len, d = plan.head_dim;
+  constexpr int32_t kTokensPerTask = 256;
+  const int32_t tasks = (kv_len + kTokensPerTask - 1) / kTokensPerTask;
+  ParallelFor(call.params.executor, int64_t{tasks} * heads, [&](int32_t task, int32_t /*worker*/) {
+    const int32_t slot = task / tasks, kv_head = head_begin + slot, begin = task % tasks * kTokensPerTask;
+    uint32_t* keys = call.shared.packed_keys + slot * call.shared.packed_head_size;
+    uint32_t* values = call.shared.packed_values + slot * call.shared.packed_head_size;
+    for (int32_t t = begin; t < std::min(kv_len, begin + kTokensPerTask); t += kPanel) {
+      const int32_t n = std::min(kPanel, kv_len - t);
+      call.products.pack_panel(At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, t, kv_head)), kv.k_token_stride, plan.dtype,
+                               n, d, keys + int64_t{t} * call.words);
+      call.products.pack_values(At(kv.v, plan.dtype, ValueOffset(plan, kv, seq, t, kv_head)), kv.v_token_stride,
+                                plan.dtype, n, d, values + int64_t{t / call.products.per_word} * d);
+    }
+  });
+}
+
+void RunStages(const PlanImpl& plan, const ForwardParams& params, bool represent, bool select, bool attend) {
+  const Kernels& kernels = ActiveKernels();
+  const Products& products = ProductsFor(kernels, plan.dtype == PHSA_BF16);
+  const TileShape shape(plan);
+  Carver carver(params.workspace);
+  const SharedScratch shared(plan, shape, carver);
+  const RepView reps = params.kv.reps == nullptr ? RepView(plan, shared.reps) : RepView(plan, params.kv);
+  const Call call{plan,
+                  shape,
+                  kernels,
+                  products,
+                  params,
+                  shared,
+                  reps,
+                  plan.head_dim / products.per_word,
+                  plan.rep_width / products.per_word};
+  select = select && plan.top_k > 0;
+  // Representatives that the caller keeps are written even at K = 0: a later call may read the cache with another K.
+  if (plan.representation != Representation::kNone && (reps.packed() ? select : represent)) {
+    RepresentRows(plan, kernels, params.kv, reps, params.executor);
+  }
+  if (select) PackReps(call);
+
+  std::byte* tiles = static_cast<std::byte*>(params.workspace) + carver.size();
+  Carver counter(nullptr);
+  TileScratch(plan, shape, counter);
+  const auto scratch_of = [&](int32_t worker) {
+    Carver own(tiles + static_cast<size_t>(worker) * counter.size());
+    return TileScratch(plan, shape, own);
+  };
+  if (plan.top_k > 0) {
+    const int32_t workers = params.executor.run == nullptr ? 1 : params.executor.num_threads;
+    for (int32_t w = 0; w < workers; ++w) {
+      const TileScratch scratch = scratch_of(w);
+      BlockLists::Reset(scratch.block_head, scratch.block_bits, shape.blocks);
+    }
+  }
+  const auto run_tile = [&](const Tile& tile, int32_t worker, const PackedHead& packed) {
+    const TileScratch scratch = scratch_of(worker);
+    if (select) {
+      SelectTile(call, tile, scratch);
+    } else if (plan.top_k > 0) {
+      ReadLists(call, tile, scratch);
+    }
+    if (attend) TileAttention(call, tile, scratch, packed).Run();
+  };
+
+  // Sequences with many queries pack each head's keys and values once, a few heads at a time; all others run together
+  // and pack what each tile needs.
+  const int32_t num_seqs = static_cast<int32_t>(plan.seqs.size());
+  int64_t others = 0;
+  for (int32_t s = 0; s < num_seqs; ++s) {
+    const Sequence& seq = plan.seqs[s];
+    const int32_t num_tiles = NumTiles(seq, shape);
+    if (!attend || !PacksHeads(seq)) {
+      others += int64_t{num_tiles} * plan.num_kv_heads;
+      continue;
+    }
+    const int32_t at_once = HeadsAtOnce(plan, shape, seq);
+    for (int32_t head = 0; head < plan.num_kv_heads; head += at_once) {
+      const int32_t heads = std::min(at_once, plan.num_kv_heads - head);
+      PackHeads(call, s, head, heads);
+      ParallelFor(params.executor, int64_t{num_tiles} * heads, [&](int32_t task, int32_t worker) {
+        const int32_t slot = task / num_tiles;
+        const PackedHead packed{shared.packed_keys + slot * shared.packed_head_size,
+                                shared.packed_values + slot * shared.packed_head_size};
+        run_tile(TileOf(plan, shape, s, head + slot, task % num_tiles), worker, packed);
+      });
+    }
+  }
+  ParallelFor(params.executor, others, [&](int64_t task, int32_t worker) {
+    for (int32_t s = 0;; ++s) {
+      if (attend && PacksHeads(plan.seqs[s])) continue;
+      const int32_t num_tiles = NumTiles(plan.seqs[s], shape);
+      const int64_t tasks = int64_t{num_tiles} * plan.num_kv_heads;
+      if (task >= tasks) {
+        task -= tasks;
+        continue;
+      }
+      run_tile(TileOf(plan, shape, s, static_cast<int32_t>(task / num_tiles), static_cast<int32_t>(task % num_tiles)),
+               worker, PackedHead{});
+      return;
+    }
+  });
+}
+
+void RepresentStage(const PlanImpl& plan, const KeyValues& kv, const Executor& executor) {
+  RepresentRows(plan, ActiveKernels(), kv, RepView(plan, kv), executor);
+}
+void SelectStage(const PlanImpl& plan, const ForwardParams& params) { RunStages(plan, params, false, true, false); }
+void AttendStage(const PlanImpl& plan, const ForwardParams& params) { RunStages(plan, params, false, false, true); }
+void Forward(const PlanImpl& plan, const ForwardParams& params) { RunStages(plan, params, true, true, true); }
+
+}  // namespace
+
+void Backward(const PlanImpl& plan, const BackwardParams& params);  // backward.cc
+
+size_t ForwardWorkspaceSize(const PlanImpl& plan) {
+  const TileShape shape(plan);
+  Carver carver(nullptr);
+  SharedScratch(plan, shape, carver);
+  Carver tile(nullptr);
+  TileScratch(plan, shape, tile);
+  return carver.size() + tile.size() * static_cast<size_t>(plan.max_threads);
+}
+
+}  // namespace phsa::cpu
+
+namespace phsa {
+
+const Backend& CpuBackend() {
+  static constexpr Backend backend = {&cpu::RepresentStage, &cpu::SelectStage, &cpu::AttendStage, &cpu::Forward,
+                                      &cpu::Backward};
+  return backend;
+}
+
+}  // namespace phsa

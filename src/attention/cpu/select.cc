@@ -1,0 +1,286 @@
+#include "attention/cpu/select.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "base/dtype.h"
+
+namespace phsa::cpu {
+namespace {
+
+constexpr float kLog2E = 1.44269504f;
+
+// weight_i = lambda / m + (1 - lambda) · flag_i / count; 1 / m for a block without punctuation, to the bit what mean
+// pooling gives.
+void BlockWeights(const uint8_t* flags, int32_t m, float lambda, float* weight) {
+  int32_t count = 0;
+  if (flags != nullptr) {
+    for (int32_t i = 0; i < m; ++i) count += flags[i] != 0;
+  }
+  const float mean = 1.0f / static_cast<float>(m);
+  if (count == 0 || lambda == 1.0f) {
+    std::fill_n(weight, m, mean);
+    return;
+  }
+  const float plain = lambda * mean;
+  const float punctuation = (1.0f - lambda) / static_cast<float>(count);
+  for (int32_t i = 0; i < m; ++i) weight[i] = flags[i] != 0 ? plain + punctuation : plain;
+}
+
+void RepresentRow(const PlanImpl& plan, const Kernels& kernels, const KeyValues& kv, int32_t seq, int32_t kv_head,
+                  int32_t row, void* dst) {
+  const int32_t d = plan.head_dim;
+  const int32_t token = row * plan.rep_stride;
+  const void* keys = At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, token, kv_head));
+  switch (plan.representation) {
+    case Representation::kNone:
+      return;
+    case Representation::kMixedMean: {
+      float weight[64];
+      const uint8_t* flags = kv.flags == nullptr ? nullptr : kv.flags + FlagOffset(plan, kv, seq, token);
+      BlockWeights(flags, plan.block, plan.lambda[kv_head], weight);
+      kernels.weighted_sum(keys, kv.k_token_stride, plan.dtype, plan.block, d, weight, dst);
+      return;
+    }
+    case Representation::kBounds:
+      kernels.bounds(keys, kv.k_token_stride, plan.dtype, plan.block, d, dst);
+      return;
+    case Representation::kPooled: {
+      float weight[kPoolSize];
+      std::fill_n(weight, kPoolSize, 1.0f / kPoolSize);
+      // The 32 keys may lie on two pages: then they are brought together first.
+      const void* second = At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, token + kPoolStride, kv_head));
+      int64_t stride = kv.k_token_stride;
+      alignas(64) uint32_t gathered[kPoolSize * 256];
+      if (second != At(keys, plan.dtype, kPoolStride * stride)) {
+        const size_t size = DtypeSize(plan.dtype) * static_cast<size_t>(d);
+        for (int32_t i = 0; i < kPoolSize; ++i) {
+          const void* from = i < kPoolStride ? At(keys, plan.dtype, i * stride)
+                                             : At(second, plan.dtype, (i - kPoolStride) * stride);
+          std::memcpy(At(static_cast<void*>(gathered), plan.dtype, int64_t{i} * d), from, size);
+        }
+        keys = gathered;
+        stride = d;
+      }
+      kernels.weighted_sum(keys, stride, plan.dtype, kPoolSize, d, weight, dst);
+      return;
+    }
+  }
+}
+
+// Panel p of a sequence's representatives: rows 16 p and on, those that exist.
+void PackRepPanel(const Call& call, int32_t seq, int32_t kv_head, int32_t panel, uint32_t* rows_scratch, uint32_t* dst) {
+  const PlanImpl& plan = call.plan;
+  const int32_t first = panel * kPanel;
+  const int32_t rows = std::min(kPanel, plan.NumRepRows(plan.seqs[seq].kv_len) - first);
+  const void* src = call.reps.Row(seq, first, kv_head);
+  int64_t stride = call.reps.row_stride();
+  if (!call.reps.Contiguous(first, rows)) {
+    for (int32_t i = 0; i < rows; ++i) {
+      std::memcpy(At(static_cast<void*>(rows_scratch), plan.dtype, int64_t{i} * plan.rep_width),
+                  call.reps.Row(seq, first + i, kv_head), DtypeSize(plan.dtype) * static_cast<size_t>(plan.rep_width));
+    }
+    src = rows_scratch;
+    stride = plan.rep_width;
+  }
+  call.products.pack_panel(src, stride, plan.dtype, rows, plan.rep_width, dst);
+}
+
+// quest: Σ_c max(q_c · hi_c, q_c · lo_c) is the dot product of (hi, lo) with (q where positive, q where negative).
+void SplitSigns(const PlanImpl& plan, const void* q, int32_t per_word, void* dst) {
+  const int32_t d = plan.head_dim;
+  if (per_word == 2) {  // bf16 stays bf16
+    const auto* in = static_cast<const uint16_t*>(q);
+    auto* out = static_cast<uint16_t*>(dst);
+    for (int32_t c = 0; c < d; ++c) {
+      const bool negative = (in[c] & 0x8000u) != 0;
+      out[c] = negative ? 0 : in[c];
+      out[d + c] = negative ? in[c] : 0;
+    }
+    return;
+  }
+  auto* out = static_cast<float*>(dst);
+  for (int32_t c = 0; c < d; ++c) {
+    const float x = out[c];
+    out[d + c] = x < 0 ? x : 0.0f;
+    out[c] = x < 0 ? 0.0f : x;
+  }
+}
+
+// The rows of q as the scores want them: words, of rep_width elements.
+void RepQuery(const Call& call, const void* q, uint32_t* dst, const uint32_t** row) {
+  const PlanImpl& plan = call.plan;
+  const bool in_place = plan.dtype == PHSA_F32 || call.products.per_word == 2;
+  if (plan.representation != Representation::kBounds && in_place) {
+    *row = static_cast<const uint32_t*>(q);
+    return;
+  }
+  *row = dst;
+  if (call.products.per_word == 1) call.kernels.to_f32(q, plan.dtype, plan.head_dim, reinterpret_cast<float*>(dst));
+  if (plan.representation == Representation::kBounds) SplitSigns(plan, q, call.products.per_word, dst);
+}
+
+// infllm2-64: block B takes the best of entries 4B - 1 … 4B + 3 that the query sees.
+void PoolOntoBlocks(const float* entries, int32_t visible, int32_t begin, int32_t end, int32_t per_block, float* blocks) {
+  for (int32_t b = begin; b < end; ++b) {
+    const int32_t first = std::max(0, per_block * b - 1), last = std::min(visible - 1, per_block * b + per_block - 1);
+    float best = -1.0f;
+    for (int32_t j = first; j <= last; ++j) best = std::max(best, entries[j]);
+    blocks[b] = best;
+  }
+}
+
+// Queries [begin, end) of the tile lie in one block b.
+void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratch, int32_t begin, int32_t end) {
+  const PlanImpl& plan = call.plan;
+  const ForwardParams& params = call.params;
+  const TileShape& shape = call.shape;
+  const Sequence& seq = plan.seqs[tile.seq];
+  const int32_t b = begin / plan.block;
+  const int32_t first = plan.init_blocks, last = plan.CandidateEnd(b);
+  const int32_t count = plan.BelowDense(b) ? 0 : std::min(last - first, plan.top_k);
+  const bool score = count > 0 && (last - first > plan.top_k || params.selection_scores != nullptr);
+  const int32_t rows = (end - begin) * plan.group;
+
+  if (score) {
+    const int32_t visible = plan.VisibleRepRows(b);
+    const int32_t panels = (visible + kPanel - 1) / kPanel;
+    for (int32_t r = 0; r < rows; ++r) {
+      const int64_t query = seq.q_start + begin - seq.first_position() + r / plan.group;
+      const int64_t head = int64_t{tile.kv_head} * plan.group + r % plan.group;
+      const void* q = At(params.q, plan.dtype, query * params.q_token_stride + head * params.q_head_stride);
+      RepQuery(call, q, scratch.rep_queries + int64_t{r} * plan.rep_width, &scratch.rep_query_ptrs[r]);
+    }
+    const int64_t panel_size = int64_t{call.rep_words} * kPanel;
+    const int64_t packed = call.shared.panel_starts[tile.seq];
+    for (int32_t p = 0; p < panels; p += 4) {
+      const int32_t n = std::min(4, panels - p);
+      const uint32_t* source = scratch.rep_panels;
+      if (packed >= 0) {
+        source = call.shared.panels + packed + (int64_t{tile.kv_head} * PaddedReps(plan, seq) / kPanel + p) * panel_size;
+      } else {
+        for (int32_t i = 0; i < n; ++i) {
+          PackRepPanel(call, tile.seq, tile.kv_head, p + i, scratch.rep_rows, scratch.rep_panels + i * panel_size);
+        }
+      }
+      for (int32_t r = 0; r < rows; ++r) {
+        scratch.rep_score_ptrs[r] = scratch.rep_scores + int64_t{r} * shape.padded_reps + p * kPanel;
+      }
+      call.products.dot(scratch.rep_query_ptrs, rows, source, n, call.rep_words, scratch.rep_score_ptrs);
+    }
+    for (int32_t r = 0; r < rows; ++r) {
+      scratch.rep_score_ptrs[r] = scratch.rep_scores + int64_t{r} * shape.padded_reps;
+      scratch.rep_weights[r] =
+          1.0f / call.kernels.exponentials(scratch.rep_score_ptrs[r], visible, plan.scale * kLog2E);
+    }
+  }
+
+  const int32_t heads = plan.rows_of_group();
+  for (int32_t query = begin; query < end; ++query) {
+    for (int32_t unit = 0; unit < shape.units; ++unit) {
+      const int64_t list = int64_t{query - tile.begin} * shape.units + unit;
+      int32_t* out = scratch.lists_of_tile + list * shape.slots;
+      scratch.list_counts[list] = count;
+      const float* scores = nullptr;
+      if (score) {
+        const int32_t row = (query - begin) * plan.group + unit * heads;
+        const bool pooled = plan.representation == Representation::kPooled;
+        const int32_t visible = plan.VisibleRepRows(b);
+        call.kernels.group_scores(scratch.rep_score_ptrs + row, scratch.rep_weights + row, heads,
+                                  plan.settings.group_reduce == GroupReduce::kMax, pooled ? 0 : first,
+                                  pooled ? visible : last, scratch.group_scores);
+        scores = scratch.group_scores;
+        if (pooled) {
+          PoolOntoBlocks(scratch.group_scores, visible, first, last, plan.block / kPoolStride, scratch.block_scores);
+          scores = scratch.block_scores;
+        }
+      }
+      if (last - first > plan.top_k && count > 0) {
+        call.kernels.top_k(scores, first, last, count, scratch.candidates, out);
+      } else {
+        for (int32_t j = 0; j < count; ++j) out[j] = first + j;
+      }
+
+      const int64_t at = ((seq.q_start + query - seq.first_position()) * plan.selection_heads +
+                          int64_t{tile.kv_head} * shape.units + unit) *
+                         plan.top_k;
+      if (params.selection != nullptr) {
+        std::copy_n(out, count, params.selection + at);
+        std::fill_n(params.selection + at + count, plan.top_k - count, -1);
+      }
+      if (params.selection_scores != nullptr) {
+        for (int32_t j = 0; j < count; ++j) params.selection_scores[at + j] = scores[out[j]];
+        std::fill_n(params.selection_scores + at + count, plan.top_k - count, 0.0f);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void RepresentRows(const PlanImpl& plan, const Kernels& kernels, const KeyValues& kv, const RepView& reps,
+                   const Executor& executor) {
+  constexpr int32_t kRowsPerTask = 64;
+  const auto range = [&](const Sequence& seq) {
+    const int32_t first = reps.packed() ? 0 : plan.NumRepRows(seq.first_position());
+    return std::pair(first, plan.NumRepRows(seq.kv_len));
+  };
+  const auto tasks_of = [&](const Sequence& seq) {
+    const auto [first, last] = range(seq);
+    return int64_t{(last - first + kRowsPerTask - 1) / kRowsPerTask} * plan.num_kv_heads;
+  };
+  int64_t tasks = 0;
+  for (const Sequence& seq : plan.seqs) tasks += tasks_of(seq);
+  ParallelFor(executor, tasks, [&](int64_t task, int32_t /*worker*/) {
+    int32_t s = 0;
+    for (; task >= tasks_of(plan.seqs[s]); ++s) task -= tasks_of(plan.seqs[s]);
+    const auto [first, last] = range(plan.seqs[s]);
+    const int32_t begin = first + static_cast<int32_t>(task / plan.num_kv_heads) * kRowsPerTask;
+    for (int32_t row = begin; row < std::min(last, begin + kRowsPerTask); ++row) {
+      const int32_t kv_head = static_cast<int32_t>(task % plan.num_kv_heads);
+      RepresentRow(plan, kernels, kv, s, kv_head, row, reps.Row(s, row, kv_head));
+    }
+  });
+}
+
+void PackReps(const Call& call) {
+  const PlanImpl& plan = call.plan;
+  constexpr int32_t kPanelsPerTask = 16;
+  int64_t start = 0, tasks = 0;
+  const auto tasks_of = [&](int32_t s) {
+    if (call.shared.panel_starts[s] < 0) return int64_t{0};
+    return int64_t{(PaddedReps(plan, plan.seqs[s]) / kPanel + kPanelsPerTask - 1) / kPanelsPerTask} * plan.num_kv_heads;
+  };
+  for (int32_t s = 0; s < static_cast<int32_t>(plan.seqs.size()); ++s) {
+    call.shared.panel_starts[s] = PacksReps(plan, plan.seqs[s]) ? start : -1;
+    if (call.shared.panel_starts[s] < 0) continue;
+    start += int64_t{PaddedReps(plan, plan.seqs[s])} * plan.num_kv_heads * call.rep_words;
+    tasks += tasks_of(s);
+  }
+  ParallelFor(call.params.executor, tasks, [&](int64_t task, int32_t /*worker*/) {
+    int32_t s = 0;
+    for (; task >= tasks_of(s); ++s) task -= tasks_of(s);
+    const int32_t kv_head = static_cast<int32_t>(task % plan.num_kv_heads);
+    const int32_t panels = PaddedReps(plan, plan.seqs[s]) / kPanel;
+    const int32_t begin = static_cast<int32_t>(task / plan.num_kv_heads) * kPanelsPerTask;
+    alignas(64) uint32_t rows[16 * 512];
+    for (int32_t p = begin; p < std::min(panels, begin + kPanelsPerTask); ++p) {
+      PackRepPanel(call, s, kv_head, p, rows,
+                   call.shared.panels + call.shared.panel_starts[s] +
+                       (int64_t{kv_head} * panels + p) * call.rep_words * kPanel);
+    }
+  });
+}
+
+void SelectTile(const Call& call, const Tile& tile, const TileScratch& scratch) {
+  const PlanImpl& plan = call.plan;
+  for (int32_t begin = tile.begin; begin < tile.end;) {
+    const int32_t block_end = (begin / plan.block + 1) * plan.block;
+    const int32_t end = std::min({tile.end, block_end, begin + call.shape.score_queries});
+    SelectQueries(call, tile, scratch, begin, end);
+    begin = end;
+  }
+}
+
+}  // namespace phsa::cpu

@@ -1,0 +1,301 @@
+// Validation of a batch's shapes, once per step, and the public Plan.
+#include "attention/plan.h"
+
+#include <cmath>
+#include <limits>
+
+#include "attention/cpu/workspace.h"
+#include "attention/targets.h"
+#include "base/errors.h"
+
+namespace phsa {
+namespace {
+
+Representation RepresentationOf(Policy policy) {
+  switch (policy) {
+    case Policy::kPhsa:
+    case Policy::kInfllm2:
+      return Representation::kMixedMean;
+    case Policy::kInfllm2_64:
+      return Representation::kPooled;
+    case Policy::kQuest:
+      return Representation::kBounds;
+    default:
+      return Representation::kNone;
+  }
+}
+
+int32_t CeilDiv(int32_t a, int32_t b) { return static_cast<int32_t>((int64_t{a} + b - 1) / b); }
+
+void TakeSettings(const Settings& settings, PlanImpl* plan) {
+  Validate(settings);
+  if (settings.policy == Policy::kSepllm) {
+    throw Error(PHSA_UNSUPPORTED,
+                "plan: policy sepllm exists in the reference only; "
+                "allowed: dense, phsa, infllm2, infllm2-64, streaming, quest");
+  }
+  plan->settings = settings;
+  plan->dense = settings.policy == Policy::kDense;
+  plan->block = settings.block_size;
+  plan->init_blocks = CeilDiv(settings.init_tokens, plan->block);
+  plan->local_blocks = CeilDiv(settings.local_tokens, plan->block);
+  plan->representation = RepresentationOf(settings.policy);
+  // With K = 0 nothing is chosen, so nothing need be represented or scored: that is `streaming` by another name.
+  plan->top_k = plan->representation == Representation::kNone ? 0 : settings.top_k;
+  if (plan->representation == Representation::kPooled) {
+    plan->rep_stride = kPoolStride;
+    plan->rep_span = kPoolSize;
+  } else {
+    plan->rep_stride = plan->rep_span = plan->block;
+  }
+}
+
+void TakeHeads(const PlanDesc& desc, PlanImpl* plan) {
+  if (desc.dtype != PHSA_F32 && desc.dtype != PHSA_F16 && desc.dtype != PHSA_BF16) {
+    ThrowInvalid("plan: dtype is {}; allowed: 0 (f32), 1 (f16), 2 (bf16)", desc.dtype);
+  }
+  if (desc.num_kv_heads < 1 || desc.num_kv_heads > kMaxHeads) {
+    ThrowInvalid("plan: num_kv_heads is {}; allowed: 1 to {}", desc.num_kv_heads, kMaxHeads);
+  }
+  if (desc.num_q_heads < 1 || desc.num_q_heads > kMaxHeads || desc.num_q_heads % desc.num_kv_heads != 0) {
+    ThrowInvalid("plan: num_q_heads is {}; allowed: a multiple of num_kv_heads ({}), at most {}",
+                          desc.num_q_heads, desc.num_kv_heads, kMaxHeads);
+  }
+  if (desc.head_dim != 64 && desc.head_dim != 80 && desc.head_dim != 96 && desc.head_dim != 128 &&
+      desc.head_dim != 256) {
+    ThrowInvalid("plan: head_dim is {}; allowed: 64, 80, 96, 128, 256", desc.head_dim);
+  }
+  if (!std::isfinite(desc.scale) || desc.scale < 0) {
+    ThrowInvalid("plan: scale is {}; allowed: a positive number, or 0 for 1/sqrt(head_dim)", desc.scale);
+  }
+  if (desc.max_threads < 0 || desc.max_threads > kMaxThreads) {
+    ThrowInvalid("plan: max_threads is {}; allowed: 0 (one) to {}", desc.max_threads, kMaxThreads);
+  }
+  plan->dtype = desc.dtype;
+  plan->num_q_heads = desc.num_q_heads;
+  plan->num_kv_heads = desc.num_kv_heads;
+  plan->group = desc.num_q_heads / desc.num_kv_heads;
+  plan->head_dim = desc.head_dim;
+  plan->scale = desc.scale > 0 ? desc.scale : 1.0f / std::sqrt(static_cast<float>(desc.head_dim));
+  plan->max_threads = std::max(1, desc.max_threads);
+  plan->rep_width = plan->representation == Representation::kNone     ? 0
+                    : plan->representation == Representation::kBounds ? 2 * desc.head_dim
+                                                                      : desc.head_dim;
+  plan->selection_heads =
+      plan->settings.group_reduce == GroupReduce::kNone ? plan->num_q_heads : plan->num_kv_heads;
+
+  const Settings& settings = plan->settings;
+  if (!settings.head_lambda.empty() && settings.head_lambda.size() != static_cast<size_t>(desc.num_kv_heads)) {
+    ThrowInvalid("plan: lambda lists {} values; allowed: one, or one per KV head ({})",
+                          settings.head_lambda.size(), desc.num_kv_heads);
+  }
+  plan->lambda = settings.head_lambda;
+  plan->lambda.resize(desc.num_kv_heads, settings.lambda);
+  // Mean pooling is what makes infllm2 infllm2: a lambda left over from another policy must not change it.
+  if (settings.policy == Policy::kInfllm2) plan->lambda.assign(desc.num_kv_heads, 1.0f);
+}
+
+void TakeSequences(const PlanDesc& desc, PlanImpl* plan) {
+  if (desc.num_seqs < 1) ThrowInvalid("plan: num_seqs is {}; allowed: 1 and up", desc.num_seqs);
+  if (desc.q_lens == nullptr || desc.kv_lens == nullptr) {
+    ThrowInvalid("plan: q_lens and kv_lens must point to num_seqs lengths");
+  }
+  if (desc.page_size < 0 || desc.page_size % plan->block != 0) {
+    ThrowInvalid("plan: page_size is {}; allowed: 0 (contiguous) or a multiple of block_size ({})",
+                          desc.page_size, plan->block);
+  }
+  plan->page_size = desc.page_size;
+  plan->seqs.reserve(desc.num_seqs);
+  int64_t tokens = 0;
+  for (int32_t s = 0; s < desc.num_seqs; ++s) {
+    Sequence seq{};
+    seq.q_len = desc.q_lens[s];
+    seq.kv_len = desc.kv_lens[s];
+    if (seq.q_len < 0 || seq.kv_len < 0 || seq.q_len > seq.kv_len || seq.kv_len > kMaxTokens) {
+      ThrowInvalid("plan: sequence {} has q_len {} and kv_len {}; allowed: 0 <= q_len <= kv_len <= {}", s,
+                            seq.q_len, seq.kv_len, kMaxTokens);
+    }
+    seq.q_start = plan->num_queries;
+    seq.kv_start = desc.kv_starts != nullptr ? desc.kv_starts[s] : tokens;
+    seq.packed_rep_start = plan->num_reps;
+    seq.rep_start = desc.rep_starts != nullptr ? desc.rep_starts[s] : plan->num_reps;
+    if (seq.kv_start < 0 || seq.rep_start < 0) {
+      ThrowInvalid("plan: sequence {} starts at key {} and representative {}; allowed: 0 and up", s,
+                            seq.kv_start, seq.rep_start);
+    }
+    tokens += seq.kv_len;
+    plan->num_queries += seq.q_len;
+    if (plan->representation != Representation::kNone) plan->num_reps += plan->NumRepRows(seq.kv_len);
+    plan->max_kv_len = std::max(plan->max_kv_len, seq.kv_len);
+    plan->self_attention = plan->self_attention && seq.q_len == seq.kv_len;
+    plan->seqs.push_back(seq);
+  }
+}
+
+void CheckKv(const PlanImpl& plan, const KeyValues& kv, const char* where, bool values) {
+  if (kv.struct_size != sizeof(KeyValues)) {
+    ThrowInvalid("{}: kv.struct_size is {}; allowed: {} (use PHSA_INIT)", where, kv.struct_size,
+                          sizeof(KeyValues));
+  }
+  if (kv.k == nullptr || (values && kv.v == nullptr)) ThrowInvalid("{}: kv.k or kv.v is null", where);
+  if (plan.page_size > 0 && kv.page_table == nullptr) {
+    ThrowInvalid("{}: kv.page_table is null, but the plan has pages of {} tokens", where, plan.page_size);
+  }
+}
+
+void CheckExecutor(const PlanImpl& plan, const Executor& executor, const char* where) {
+  if (executor.run != nullptr && (executor.num_threads < 1 || executor.num_threads > plan.max_threads)) {
+    ThrowInvalid("{}: the executor has {} threads; allowed: 1 to the plan's max_threads ({})", where,
+                          executor.num_threads, plan.max_threads);
+  }
+}
+
+void CheckWorkspace(const void* workspace, size_t size, size_t needed, const char* where) {
+  if (needed > 0 && (workspace == nullptr || size < needed || reinterpret_cast<uintptr_t>(workspace) % 64 != 0)) {
+    ThrowInvalid("{}: the workspace has {} bytes at {}; it needs {} bytes aligned to 64", where,
+                          workspace == nullptr ? 0 : size, workspace, needed);
+  }
+}
+
+void CheckForward(const PlanImpl& plan, const ForwardParams& params, const char* where, bool attends) {
+  if (params.struct_size != sizeof(ForwardParams)) {
+    ThrowInvalid("{}: struct_size is {}; allowed: {} (use PHSA_INIT)", where, params.struct_size,
+                          sizeof(ForwardParams));
+  }
+  CheckKv(plan, params.kv, where, attends);
+  CheckExecutor(plan, params.executor, where);
+  if (params.q == nullptr) ThrowInvalid("{}: q is null", where);
+  if (attends && params.out == nullptr) ThrowInvalid("{}: out is null", where);
+  CheckWorkspace(params.workspace, params.workspace_size, plan.workspace_size, where);
+}
+
+}  // namespace
+
+Plan::Plan(const PlanDesc& desc) {
+  auto plan = std::make_unique<PlanImpl>();
+  TakeSettings(desc.settings, plan.get());
+  TakeHeads(desc, plan.get());
+  TakeSequences(desc, plan.get());
+  plan->workspace_size = cpu::ForwardWorkspaceSize(*plan);
+  plan->backward_workspace_size = cpu::BackwardWorkspaceSize(*plan);
+  impl_ = std::move(plan);
+}
+
+Plan::~Plan() = default;
+Plan::Plan(Plan&&) noexcept = default;
+Plan& Plan::operator=(Plan&&) noexcept = default;
+
+size_t Plan::WorkspaceSize() const { return impl_->workspace_size; }
+size_t Plan::BackwardWorkspaceSize() const { return impl_->backward_workspace_size; }
+int64_t Plan::NumReps() const { return impl_->num_reps; }
+int32_t Plan::RepWidth() const { return impl_->rep_width; }
+int32_t Plan::RepStride() const { return impl_->rep_stride; }
+int32_t Plan::SelectionHeads() const { return impl_->selection_heads; }
+int32_t Plan::SelectionSlots() const { return impl_->top_k; }
+int64_t Plan::NumQueries() const { return impl_->num_queries; }
+
+void Plan::Represent(const KeyValues& kv, const Executor& executor) const {
+  CheckKv(*impl_, kv, "represent", false);
+  CheckExecutor(*impl_, executor, "represent");
+  if (impl_->representation == Representation::kNone) return;
+  if (kv.reps == nullptr) ThrowInvalid("represent: kv.reps is null");
+  ActiveBackend().represent(*impl_, kv, executor);
+}
+
+void Plan::Select(const ForwardParams& params) const {
+  CheckForward(*impl_, params, "select", false);
+  if (impl_->top_k == 0) return;
+  if (params.selection == nullptr) ThrowInvalid("select: selection is null");
+  ActiveBackend().select(*impl_, params);
+}
+
+void Plan::Attend(const ForwardParams& params) const {
+  CheckForward(*impl_, params, "attend", true);
+  if (impl_->top_k > 0 && params.selection == nullptr) ThrowInvalid("attend: selection is null");
+  CheckSelection(*impl_, params.selection, "attend");
+  ActiveBackend().attend(*impl_, params);
+}
+
+void Plan::Forward(const ForwardParams& params) const {
+  CheckForward(*impl_, params, "forward", true);
+  ActiveBackend().forward(*impl_, params);
+}
+
+void Plan::Backward(const BackwardParams& params) const {
+  const PlanImpl& plan = *impl_;
+  if (params.struct_size != sizeof(BackwardParams)) {
+    ThrowInvalid("backward: struct_size is {}; allowed: {} (use PHSA_INIT)", params.struct_size,
+                          sizeof(BackwardParams));
+  }
+  CheckKv(plan, params.kv, "backward", true);
+  CheckExecutor(plan, params.executor, "backward");
+  if (plan.page_size > 0 || !plan.self_attention) {
+    throw Error(PHSA_UNSUPPORTED,
+                "backward: allowed: contiguous keys (page_size 0) and q_len = kv_len for every sequence");
+  }
+  if (params.q == nullptr || params.out == nullptr || params.lse == nullptr || params.d_out == nullptr ||
+      params.d_q == nullptr || params.d_k == nullptr || params.d_v == nullptr) {
+    ThrowInvalid("backward: q, out, lse, d_out, d_q, d_k or d_v is null");
+  }
+  if (plan.top_k > 0 && params.selection == nullptr) ThrowInvalid("backward: selection is null");
+  CheckSelection(plan, params.selection, "backward");
+  CheckWorkspace(params.workspace, params.workspace_size, plan.backward_workspace_size, "backward");
+  ActiveBackend().backward(plan, params);
+}
+
+// Kernels trust their lists, and these may come from a file or from Python: one cheap pass keeps them in bounds. Lists
+// are as long as they can be, so that "all candidates are taken" follows from the position alone.
+void CheckSelection(const PlanImpl& plan, const int32_t* selection, const char* where) {
+  if (plan.top_k == 0) return;
+  const int64_t row_size = int64_t{plan.selection_heads} * plan.top_k;
+  for (const Sequence& seq : plan.seqs) {
+    for (int32_t i = 0; i < seq.q_len; ++i) {
+      const int32_t b = (seq.first_position() + i) / plan.block;
+      const int32_t end = plan.CandidateEnd(b);
+      const int32_t count = plan.BelowDense(b) ? 0 : std::min(plan.top_k, end - plan.init_blocks);
+      const int32_t* row = selection + (seq.q_start + i) * row_size;
+      for (int32_t h = 0; h < plan.selection_heads; ++h, row += plan.top_k) {
+        int32_t last = plan.init_blocks - 1;
+        for (int32_t j = 0; j < plan.top_k; ++j) {
+          const bool valid = j < count ? row[j] > last && row[j] < end : row[j] == -1;
+          if (!valid) {
+            ThrowInvalid(
+                "{}: selection of query {}, head {}, slot {} is {}; allowed: {} ascending blocks of [{}, {}), then -1",
+                where, seq.q_start + i, h, j, row[j], count, plan.init_blocks, end);
+          }
+          last = row[j];
+        }
+      }
+    }
+  }
+}
+
+void Plan::TokensRead(const int32_t* selection, int64_t* read, int64_t* dense) const {
+  const PlanImpl& plan = *impl_;
+  if (read == nullptr || dense == nullptr) ThrowInvalid("tokens_read: read or dense is null");
+  if (plan.top_k > 0 && selection == nullptr) ThrowInvalid("tokens_read: selection is null");
+  *read = *dense = 0;
+  for (const Sequence& seq : plan.seqs) {
+    for (int32_t i = 0; i < seq.q_len; ++i) {
+      const int64_t position = seq.first_position() + i;
+      const int32_t b = static_cast<int32_t>(position / plan.block);
+      *dense += (position + 1) * plan.num_q_heads;
+      if (plan.BelowDense(b)) {
+        *read += (position + 1) * plan.num_q_heads;
+        continue;
+      }
+      const int32_t local_begin = plan.CandidateEnd(b);
+      const int64_t always =
+          local_begin > b ? position + 1
+                          : int64_t{plan.init_blocks} * plan.block + position + 1 - int64_t{local_begin} * plan.block;
+      *read += always * plan.num_q_heads;
+      if (plan.top_k == 0) continue;
+      const int32_t* row = selection + (seq.q_start + i) * int64_t{plan.selection_heads} * plan.top_k;
+      for (int64_t j = 0; j < int64_t{plan.selection_heads} * plan.top_k; ++j) {
+        if (row[j] >= 0) *read += int64_t{plan.block} * plan.rows_of_group();
+      }
+    }
+  }
+}
+
+}  // namespace phsa

@@ -1,0 +1,124 @@
+// What a plan knows: the batch's shapes after validation, and the block arithmetic that every backend shares.
+#ifndef PHSA_ATTENTION_PLAN_H_
+#define PHSA_ATTENTION_PLAN_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "phsa/attention.h"
+
+namespace phsa {
+
+// How a policy represents blocks and scores them. The policies differ in this data and nowhere else.
+enum class Representation {
+  kNone,        // nothing is chosen: dense, streaming
+  kMixedMean,   // lambda · mean + (1 - lambda) · mean of the punctuation keys: phsa, infllm2 (lambda = 1)
+  kPooled,      // mean of 32 keys every 16, max-pooled onto the 64-token blocks: infllm2-64
+  kBounds,      // per-channel maximum, then minimum: quest
+};
+
+// infllm2-64's pooling: entry j covers tokens [16j, 16j + 32); block B takes the best of entries 4B-1 … 4B+3.
+inline constexpr int32_t kPoolStride = 16;
+inline constexpr int32_t kPoolSize = 32;
+
+// Limits far above any model; they keep all block arithmetic inside 32 bits.
+inline constexpr int32_t kMaxHeads = 4096;
+inline constexpr int32_t kMaxThreads = 1024;
+inline constexpr int32_t kMaxTokens = 1 << 30;
+
+struct Sequence {
+  int32_t q_len, kv_len;
+  int64_t q_start;    // row of q, out, lse, selection
+  int64_t kv_start;   // row of k, v, flags (contiguous layout)
+  int64_t rep_start;  // row of reps (contiguous layout)
+  int64_t packed_rep_start;  // row of reps when they live in the workspace
+  int32_t first_position() const { return kv_len - q_len; }
+};
+
+struct PlanImpl {
+  Settings settings;
+  Representation representation = Representation::kNone;
+  int32_t dtype = PHSA_F32;
+  int32_t num_q_heads = 0, num_kv_heads = 0, group = 0, head_dim = 0;
+  int32_t page_size = 0;
+  float scale = 0;
+  int32_t max_threads = 1;
+  std::vector<Sequence> seqs;
+  int64_t num_queries = 0, num_reps = 0;
+  int32_t max_kv_len = 0;
+  bool self_attention = true;  // q_len = kv_len everywhere
+
+  int32_t block = 16;        // tokens per selection block
+  int32_t init_blocks = 0;   // blocks 0 … init_blocks - 1 are always read
+  int32_t local_blocks = 0;  // blocks b - local_blocks … b are always read by queries of block b
+  int32_t top_k = 0;         // 0 where nothing is chosen
+  bool dense = false;        // every query reads everything
+  int32_t rep_stride = 16;   // tokens between the starts of two rows of reps
+  int32_t rep_span = 16;     // tokens that one row of reps covers
+  int32_t rep_width = 0;     // elements of a row and KV head
+  int32_t selection_heads = 0;
+  std::vector<float> lambda;  // [num_kv_heads]
+
+  size_t workspace_size = 0, backward_workspace_size = 0;
+
+  int32_t rows_of_group() const { return num_q_heads / selection_heads; }  // query heads that share a choice
+  // Rows of reps that exist once `tokens` tokens are there.
+  int32_t NumRepRows(int32_t tokens) const {
+    return tokens < rep_span ? 0 : (tokens - rep_span) / rep_stride + 1;
+  }
+  // Rows of reps that a query of block b may see: those whose last token lies before block b.
+  int32_t VisibleRepRows(int32_t b) const { return NumRepRows(b * block); }
+  // Candidates of a query of block b: blocks [init_blocks, CandidateEnd(b)).
+  int32_t CandidateEnd(int32_t b) const { return std::max(init_blocks, b - local_blocks); }
+  // Whether the queries of block b read everything, so that nothing need be scored: by position, never by call.
+  // The lists of such queries still name the candidates, except below dense_below.
+  bool ReadsAll(int32_t b) const {
+    return dense || b * block < settings.dense_below || CandidateEnd(b) - init_blocks <= top_k;
+  }
+  bool BelowDense(int32_t b) const { return dense || b * block < settings.dense_below; }
+};
+
+// Where things lie. Blocks never cross a page. Elements are counted in the plan's dtype.
+inline int64_t TokenOffset(const PlanImpl& plan, const KeyValues& kv, int32_t seq, int32_t token, int64_t token_stride,
+                           int64_t page_stride) {
+  if (plan.page_size == 0) return (plan.seqs[seq].kv_start + token) * token_stride;
+  const int64_t page = kv.page_table[seq * kv.page_table_stride + token / plan.page_size];
+  return page * page_stride + (token % plan.page_size) * token_stride;
+}
+inline int64_t KeyOffset(const PlanImpl& plan, const KeyValues& kv, int32_t seq, int32_t token, int32_t kv_head) {
+  return TokenOffset(plan, kv, seq, token, kv.k_token_stride, kv.k_page_stride) + kv_head * kv.k_head_stride;
+}
+inline int64_t ValueOffset(const PlanImpl& plan, const KeyValues& kv, int32_t seq, int32_t token, int32_t kv_head) {
+  return TokenOffset(plan, kv, seq, token, kv.v_token_stride, kv.v_page_stride) + kv_head * kv.v_head_stride;
+}
+inline int64_t FlagOffset(const PlanImpl& plan, const KeyValues& kv, int32_t seq, int32_t token) {
+  return TokenOffset(plan, kv, seq, token, 1, kv.flags_page_stride);
+}
+inline int64_t RepOffset(const PlanImpl& plan, const KeyValues& kv, int32_t seq, int32_t row, int32_t kv_head) {
+  const int64_t head = kv_head * kv.rep_head_stride;
+  if (plan.page_size == 0) return (plan.seqs[seq].rep_start + row) * kv.rep_row_stride + head;
+  const int32_t rows = plan.page_size / plan.rep_stride;
+  const int64_t page = kv.page_table[seq * kv.page_table_stride + row / rows];
+  return page * kv.rep_page_stride + (row % rows) * kv.rep_row_stride + head;
+}
+
+// The stages of one backend. `Plan` checks pointers and sizes before it calls them.
+struct Backend {
+  void (*represent)(const PlanImpl& plan, const KeyValues& kv, const Executor& executor);
+  void (*select)(const PlanImpl& plan, const ForwardParams& params);
+  void (*attend)(const PlanImpl& plan, const ForwardParams& params);
+  void (*forward)(const PlanImpl& plan, const ForwardParams& params);
+  void (*backward)(const PlanImpl& plan, const BackwardParams& params);
+};
+
+// Throws phsa::Error where a list leaves the candidates.
+void CheckSelection(const PlanImpl& plan, const int32_t* selection, const char* where);
+
+const Backend& ReferenceBackend();  // reference_backend.cc: double precision, one thread, no workspace
+const Backend& CpuBackend();        // cpu/
+
+}  // namespace phsa
+
+#endif  // PHSA_ATTENTION_PLAN_H_

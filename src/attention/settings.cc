@@ -1,0 +1,389 @@
+// Settings from presets, C structs and JSON, and the one judge of their values.
+#include "phsa/settings.h"
+
+#include <charconv>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+
+#include "attention/plan.h"
+#include "base/errors.h"
+#include "base/utf8.h"
+
+namespace phsa {
+namespace {
+
+using Json = nlohmann::json;
+using OrderedJson = nlohmann::ordered_json;
+
+constexpr int32_t kMaxTopK = 65536;
+// A JSON text is not trusted: these keep what it can ask for (layers × lists) to some 64 MB.
+constexpr int32_t kMaxLayers = 4096;
+constexpr size_t kMaxPunctuation = 4096;
+constexpr int kMaxDepth = 4;  // the root, "layers", one override, its list of lambdas
+
+constexpr Policy kPolicies[] = {Policy::kDense,     Policy::kPhsa,  Policy::kInfllm2, Policy::kInfllm2_64,
+                                Policy::kStreaming, Policy::kQuest, Policy::kSepllm};
+constexpr GroupReduce kGroupReduces[] = {GroupReduce::kSum, GroupReduce::kMax, GroupReduce::kNone};
+
+constexpr const char* kPolicyNames = "dense, phsa, infllm2, infllm2-64, streaming, quest, sepllm";
+constexpr const char* kGroupReduceNames = "sum, max, none";
+constexpr const char* kKeys =
+    "attention, block_size, init_tokens, local_tokens, top_k, lambda, group_reduce, dense_below, punctuation";
+
+std::optional<Policy> FindPolicy(std::string_view name) {
+  for (const Policy policy : kPolicies) {
+    if (name == Name(policy)) return policy;
+  }
+  return std::nullopt;
+}
+
+std::optional<GroupReduce> FindGroupReduce(std::string_view name) {
+  for (const GroupReduce reduce : kGroupReduces) {
+    if (name == Name(reduce)) return reduce;
+  }
+  return std::nullopt;
+}
+
+void CheckTokens(const char* name, int32_t value, int32_t unit) {
+  if (value < 0 || value > kMaxTokens || value % unit != 0) {
+    ThrowInvalid("settings: {} is {}; allowed: multiples of {} from 0 to {}", name, value, unit, kMaxTokens);
+  }
+}
+
+void CheckLambda(const std::string& name, float value) {
+  // Written so that NaN fails too.
+  if (!(value >= 0 && value <= 1)) ThrowInvalid("settings: {} is {}; allowed: 0 to 1", name, value);
+}
+
+// The shortest decimal number that reads back as the same f32: 0.9, not 0.8999999761581421.
+double Shortest(float value) {
+  char text[32];
+  const auto end = std::to_chars(text, text + sizeof(text), value).ptr;
+  double out = 0;
+  std::from_chars(text, end, out);
+  return out;
+}
+
+// A value as it may appear in a message. Lists and objects are named only: they may be of any size and depth.
+std::string Shown(const Json& value) {
+  if (value.is_object()) return "an object";
+  if (value.is_array()) return "a list";
+  if (value.is_string()) return Quoted(value.get_ref<const std::string&>());
+  return value.dump();
+}
+
+// Where a value stands, for messages: "top_k", or "layers \"3-5\": top_k".
+std::string Where(const std::string& place, const std::string& key) { return place.empty() ? key : place + ": " + key; }
+
+int32_t ReadInt(const Json& value, const std::string& where, const char* allowed) {
+  // Through 64 bits, so that a huge number is refused here and does not wrap around.
+  if (value.is_number_unsigned() && value.get<uint64_t>() <= INT32_MAX) return value.get<int32_t>();
+  if (value.is_number_integer() && !value.is_number_unsigned() && value.get<int64_t>() >= INT32_MIN) {
+    return value.get<int32_t>();
+  }
+  ThrowInvalid("settings: {} is {}; allowed: {}", where, Shown(value), allowed);
+}
+
+float ReadLambda(const Json& value, const std::string& where) {
+  const double number = value.is_number() ? value.get<double>() : -1;
+  if (!(number >= 0 && number <= 1)) {
+    ThrowInvalid("settings: {} is {}; allowed: a number from 0 to 1", where, Shown(value));
+  }
+  return static_cast<float>(number);
+}
+
+const std::string& ReadString(const Json& value, const std::string& where, const char* allowed) {
+  if (!value.is_string()) ThrowInvalid("settings: {} is {}; allowed: {}", where, Shown(value), allowed);
+  return value.get_ref<const std::string&>();
+}
+
+// Reads one object of settings over `base`. `place` is empty for the root, which alone may have "layers".
+Settings ReadSettings(const Json& object, const Settings& base, const std::string& place) {
+  Settings out = base;
+  for (const auto& [key, value] : object.items()) {
+    const std::string where = Where(place, key);
+    if (key == "attention") {
+      const std::string& name = ReadString(value, where, kPolicyNames);
+      const std::optional<Policy> policy = FindPolicy(name);
+      if (!policy) ThrowInvalid("settings: {} is {}; allowed: {}", where, Quoted(name), kPolicyNames);
+      out.policy = *policy;
+      // The policy has one block size: nobody should have to spell it out.
+      if (*policy == Policy::kInfllm2_64 && !object.contains("block_size")) out.block_size = 64;
+    } else if (key == "block_size") {
+      out.block_size = ReadInt(value, where, "16, 32, 64");
+    } else if (key == "init_tokens") {
+      out.init_tokens = ReadInt(value, where, "multiples of block_size from 0 to 1073741824");
+    } else if (key == "local_tokens") {
+      out.local_tokens = ReadInt(value, where, "multiples of block_size from 0 to 1073741824");
+    } else if (key == "top_k") {
+      out.top_k = ReadInt(value, where, "0 to 65536");
+    } else if (key == "lambda") {
+      if (value.is_array()) {
+        if (value.empty() || value.size() > static_cast<size_t>(kMaxHeads)) {
+          ThrowInvalid("settings: {} is a list of {}; allowed: one number per KV head, 1 to {}", where, value.size(),
+                       kMaxHeads);
+        }
+        out.head_lambda.clear();
+        for (const Json& item : value) {
+          out.head_lambda.push_back(ReadLambda(item, fmt::format("{}[{}]", where, out.head_lambda.size())));
+        }
+      } else if (value.is_number()) {
+        out.lambda = ReadLambda(value, where);
+        out.head_lambda.clear();
+      } else {
+        ThrowInvalid("settings: {} is {}; allowed: a number from 0 to 1, or a list of them, one per KV head", where,
+                     Shown(value));
+      }
+    } else if (key == "group_reduce") {
+      const std::string& name = ReadString(value, where, kGroupReduceNames);
+      const std::optional<GroupReduce> reduce = FindGroupReduce(name);
+      if (!reduce) ThrowInvalid("settings: {} is {}; allowed: {}", where, Quoted(name), kGroupReduceNames);
+      out.group_reduce = *reduce;
+    } else if (key == "dense_below") {
+      out.dense_below = ReadInt(value, where, "multiples of block_size from 0 to 1073741824");
+    } else if (key == "punctuation") {
+      out.punctuation = ReadString(value, where, "the name of a set, or of a file");
+    } else if (!(key == "layers" && place.empty())) {
+      ThrowInvalid("settings: {} is not a setting; allowed: {}{}", Where(place, Quoted(key)), kKeys,
+                   place.empty() ? ", layers" : "");
+    }
+  }
+  try {
+    Validate(out);
+  } catch (const Error& error) {
+    if (place.empty()) throw;
+    throw Error(error.status(), fmt::format("{} (in {})", error.what(), place));
+  }
+  return out;
+}
+
+// "7" or "3-5", both ends included.
+std::pair<int32_t, int32_t> ReadLayers(const std::string& key) {
+  const auto fail = [&] {
+    ThrowInvalid("settings: layers has the key {}; allowed: a layer (\"3\") or a range (\"3-5\") within 0 to {}",
+                 Quoted(key), kMaxLayers - 1);
+  };
+  const auto number = [&](std::string_view text) {
+    int32_t out = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), out);
+    if (text.empty() || text[0] == '-' || error != std::errc() || end != text.data() + text.size()) fail();
+    if (out >= kMaxLayers) fail();
+    return out;
+  };
+  const std::string_view text = key;
+  const size_t dash = text.find('-');
+  const int32_t first = number(text.substr(0, dash));
+  const int32_t last = dash == std::string_view::npos ? first : number(text.substr(dash + 1));
+  if (first > last) fail();
+  return {first, last};
+}
+
+// nlohmann's parser keeps the last of two equal keys and has no limit on depth; a callback can see both.
+Json Parse(std::string_view text) {
+  std::vector<std::set<std::string>> keys;
+  const auto watch = [&](int depth, Json::parse_event_t event, Json& parsed) {
+    if (event == Json::parse_event_t::object_start || event == Json::parse_event_t::array_start) {
+      if (depth >= kMaxDepth) ThrowInvalid("settings: nested deeper than {} levels", kMaxDepth);
+    }
+    if (event == Json::parse_event_t::object_start) {
+      keys.emplace_back();
+    } else if (event == Json::parse_event_t::object_end) {
+      keys.pop_back();
+    } else if (event == Json::parse_event_t::key) {
+      const std::string& key = parsed.get_ref<const std::string&>();
+      if (!keys.back().insert(key).second) ThrowInvalid("settings: {} is given twice", Quoted(key));
+    }
+    return true;
+  };
+  try {
+    return Json::parse(text.begin(), text.end(), watch);
+  } catch (const Json::parse_error& error) {
+    ThrowInvalid("settings: not valid JSON at byte {}", error.byte);
+  } catch (const Json::exception& error) {
+    ThrowInvalid("settings: not valid JSON: {}", Quoted(error.what()));
+  }
+}
+
+OrderedJson LambdaJson(const Settings& settings) {
+  if (settings.head_lambda.empty()) return Shortest(settings.lambda);
+  OrderedJson list = OrderedJson::array();
+  for (const float lambda : settings.head_lambda) list.push_back(Shortest(lambda));
+  return list;
+}
+
+OrderedJson ToJson(const Settings& settings) {
+  Validate(settings);
+  OrderedJson out;
+  out["attention"] = Name(settings.policy);
+  out["block_size"] = settings.block_size;
+  out["init_tokens"] = settings.init_tokens;
+  out["local_tokens"] = settings.local_tokens;
+  out["top_k"] = settings.top_k;
+  out["lambda"] = LambdaJson(settings);
+  out["group_reduce"] = Name(settings.group_reduce);
+  out["dense_below"] = settings.dense_below;
+  out["punctuation"] = settings.punctuation;
+  return out;
+}
+
+}  // namespace
+
+const char* Name(Policy policy) {
+  switch (policy) {
+    case Policy::kDense: return "dense";
+    case Policy::kPhsa: return "phsa";
+    case Policy::kInfllm2: return "infllm2";
+    case Policy::kInfllm2_64: return "infllm2-64";
+    case Policy::kStreaming: return "streaming";
+    case Policy::kQuest: return "quest";
+    case Policy::kSepllm: return "sepllm";
+  }
+  return "unknown";
+}
+
+const char* Name(GroupReduce reduce) {
+  switch (reduce) {
+    case GroupReduce::kSum: return "sum";
+    case GroupReduce::kMax: return "max";
+    case GroupReduce::kNone: return "none";
+  }
+  return "unknown";
+}
+
+Policy PolicyFromName(std::string_view name) {
+  const std::optional<Policy> policy = FindPolicy(name);
+  if (!policy) ThrowInvalid("settings: attention is {}; allowed: {}", Quoted(name), kPolicyNames);
+  return *policy;
+}
+
+GroupReduce GroupReduceFromName(std::string_view name) {
+  const std::optional<GroupReduce> reduce = FindGroupReduce(name);
+  if (!reduce) ThrowInvalid("settings: group_reduce is {}; allowed: {}", Quoted(name), kGroupReduceNames);
+  return *reduce;
+}
+
+Settings Settings::Preset(int64_t context_tokens) {
+  if (context_tokens < 1) ThrowInvalid("settings: context_tokens is {}; allowed: 1 and up", context_tokens);
+  Settings out;
+  if (context_tokens <= 4096) {
+    out.init_tokens = 16;
+    out.local_tokens = 128;
+  }
+  return out;
+}
+
+// head_lambda has no length here: phsa_plan_create, which knows the number of KV heads, copies it.
+Settings Settings::FromC(const phsa_settings& c) {
+  if (c.struct_size != sizeof(phsa_settings)) {
+    ThrowInvalid("settings: struct_size is {}; allowed: {} (set it with PHSA_INIT)", c.struct_size,
+                 sizeof(phsa_settings));
+  }
+  if (c.policy < PHSA_POLICY_DENSE || c.policy > PHSA_POLICY_SEPLLM) {
+    ThrowInvalid("settings: policy is {}; allowed: {} to {} ({})", c.policy, static_cast<int>(PHSA_POLICY_DENSE),
+                 static_cast<int>(PHSA_POLICY_SEPLLM), kPolicyNames);
+  }
+  if (c.group_reduce < PHSA_GROUP_SUM || c.group_reduce > PHSA_GROUP_NONE) {
+    ThrowInvalid("settings: group_reduce is {}; allowed: {} to {} ({})", c.group_reduce,
+                 static_cast<int>(PHSA_GROUP_SUM), static_cast<int>(PHSA_GROUP_NONE), kGroupReduceNames);
+  }
+  Settings out;
+  out.policy = static_cast<Policy>(c.policy);
+  out.block_size = c.block_size;
+  out.init_tokens = c.init_tokens;
+  out.local_tokens = c.local_tokens;
+  out.top_k = c.top_k;
+  out.lambda = c.lambda;
+  out.group_reduce = static_cast<GroupReduce>(c.group_reduce);
+  out.dense_below = c.dense_below;
+  return out;
+}
+
+void Validate(const Settings& settings) {
+  if (!FindPolicy(Name(settings.policy))) {
+    ThrowInvalid("settings: attention is {}; allowed: {}", static_cast<int32_t>(settings.policy), kPolicyNames);
+  }
+  if (!FindGroupReduce(Name(settings.group_reduce))) {
+    ThrowInvalid("settings: group_reduce is {}; allowed: {}", static_cast<int32_t>(settings.group_reduce),
+                 kGroupReduceNames);
+  }
+  const int32_t block = settings.block_size;
+  const bool pooled = settings.policy == Policy::kInfllm2_64;
+  if (pooled && block != 64) ThrowInvalid("settings: block_size is {}; allowed with infllm2-64: 64", block);
+  if (block != 16 && block != 32 && block != 64) {
+    ThrowInvalid("settings: block_size is {}; allowed: 16, 32, 64", block);
+  }
+  // infllm2-64 rounds init and local up to its blocks, so that the budgets of the other policies can be given to it.
+  CheckTokens("init_tokens", settings.init_tokens, pooled ? 16 : block);
+  CheckTokens("local_tokens", settings.local_tokens, pooled ? 16 : block);
+  CheckTokens("dense_below", settings.dense_below, block);
+  if (settings.top_k < 0 || settings.top_k > kMaxTopK) {
+    ThrowInvalid("settings: top_k is {}; allowed: 0 to {}", settings.top_k, kMaxTopK);
+  }
+  CheckLambda("lambda", settings.lambda);
+  if (settings.head_lambda.size() > static_cast<size_t>(kMaxHeads)) {
+    ThrowInvalid("settings: head_lambda has {} values; allowed: one per KV head, at most {}",
+                 settings.head_lambda.size(), kMaxHeads);
+  }
+  for (size_t head = 0; head < settings.head_lambda.size(); ++head) {
+    CheckLambda(fmt::format("head_lambda[{}]", head), settings.head_lambda[head]);
+  }
+  const std::string& punctuation = settings.punctuation;
+  if (punctuation.empty() || punctuation.size() > kMaxPunctuation || !IsUtf8(punctuation) ||
+      punctuation.find('\0') != std::string::npos) {
+    ThrowInvalid("settings: punctuation is {}; allowed: the name of a set, or of a file, 1 to {} bytes of UTF-8",
+                 Quoted(punctuation), kMaxPunctuation);
+  }
+}
+
+LayerSettings SettingsFromJson(std::string_view json) {
+  const Json root = Parse(json);
+  if (!root.is_object()) ThrowInvalid("settings: the JSON text is {}; allowed: an object", Shown(root));
+  LayerSettings out;
+  out.base = ReadSettings(root, Settings{}, "");
+  const auto layers = root.find("layers");
+  if (layers == root.end()) return out;
+  if (!layers->is_object()) {
+    ThrowInvalid("settings: layers is {}; allowed: an object such as {{\"0\": {{\"attention\": \"dense\"}}}}",
+                 Shown(*layers));
+  }
+  for (const auto& [key, value] : layers->items()) {
+    const auto [first, last] = ReadLayers(key);
+    const std::string place = "layers " + Quoted(key);
+    if (!value.is_object()) ThrowInvalid("settings: {} is {}; allowed: an object of settings", place, Shown(value));
+    const Settings settings = ReadSettings(value, out.base, place);
+    for (int32_t layer = first; layer <= last; ++layer) {
+      if (!out.layers.emplace(layer, settings).second) {
+        ThrowInvalid("settings: layer {} is given twice in layers, the second time by {}", layer, Quoted(key));
+      }
+    }
+  }
+  return out;
+}
+
+std::string SettingsToJson(const LayerSettings& settings) {
+  OrderedJson out = ToJson(settings.base);
+  OrderedJson layers = OrderedJson::object();
+  for (auto it = settings.layers.begin(); it != settings.layers.end();) {
+    const int32_t first = it->first;
+    int32_t last = first;
+    const Settings& layer = it->second;
+    for (++it; it != settings.layers.end() && it->first == last + 1 && it->second == layer; ++it) ++last;
+    if (first < 0 || last >= kMaxLayers) {
+      ThrowInvalid("settings: layers has layer {}; allowed: 0 to {}", first < 0 ? first : last, kMaxLayers - 1);
+    }
+    const OrderedJson all = ToJson(layer);
+    OrderedJson changes = OrderedJson::object();
+    for (const auto& [key, value] : all.items()) {
+      if (value != out[key]) changes[key] = value;
+    }
+    layers[first == last ? fmt::format("{}", first) : fmt::format("{}-{}", first, last)] = changes;
+  }
+  if (!layers.empty()) out["layers"] = layers;
+  return out.dump();
+}
+
+std::string SettingsToJson(const Settings& settings) { return ToJson(settings).dump(); }
+
+}  // namespace phsa
