@@ -16,7 +16,8 @@ namespace phsa {
 namespace {
 
 constexpr std::u32string_view kZh = U"，。！？；：、“”‘’（）《》〈〉【】「」『』—…·～";
-// The full stop has two wide forms: the ideographic 。 that Chinese writes, and the full-width ． of Unicode. Both count.
+// The full stop has two wide forms: the ideographic 。 that Chinese writes, and the full-width ． of Unicode. Both
+// count.
 constexpr std::u32string_view kSentence = U",.;:!?，。．；：！？";
 constexpr const char* kSetNames = "en, zh, en+zh, sentence, pure, none";
 constexpr uintmax_t kMaxFileSize = 64 << 20;  // a whole vocabulary is some megabytes
@@ -112,9 +113,10 @@ Entries ReadEntries(const std::string& path, size_t vocabulary, std::span<const 
       uint64_t id = 0;
       const auto result = std::from_chars(line.data(), line.data() + line.size(), id);
       if (result.ec != std::errc() || id >= vocabulary) {
-        ThrowInvalid("punctuation: {}, line {}: id {} is not in the vocabulary; allowed: 0 to {} (a token that is a "
-                     "number is written in double quotes)",
-                     Quoted(path), number, line.substr(0, 24), static_cast<int64_t>(vocabulary) - 1);
+        ThrowInvalid(
+            "punctuation: {}, line {}: id {} is not in the vocabulary; allowed: 0 to {} (a token that is a "
+            "number is written in double quotes)",
+            Quoted(path), number, line.substr(0, 24), static_cast<int64_t>(vocabulary) - 1);
       }
       if (!special.empty() && special[id] != 0) {
         ThrowInvalid("punctuation: {}, line {}: id {} is a special token, which is never punctuation", Quoted(path),

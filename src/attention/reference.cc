@@ -30,7 +30,8 @@ void RoundRow(int32_t dtype, std::span<double> row) {
 }
 
 // M(t) = λ·M0(t) + (1 - λ)·Mp(t), where Mp(t) = M0(t) if the block has no punctuation.
-void MixedMean(const Method& method, const Matrix& k, std::span<const uint8_t> flags, int32_t t, std::span<double> out) {
+void MixedMean(const Method& method, const Matrix& k, std::span<const uint8_t> flags, int32_t t,
+               std::span<double> out) {
   const int32_t m = method.block;
   std::vector<double> mean(out.size()), punctuation_mean(out.size());
   int32_t count = 0;

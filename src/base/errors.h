@@ -31,11 +31,11 @@ std::string Quoted(std::string_view text);
 }  // namespace phsa
 
 // For what only a bug can violate. Stays on in Release: the checks are outside inner loops.
-#define PHSA_CHECK(condition)                                                   \
-  do {                                                                          \
-    if (!(condition)) [[unlikely]] {                                            \
-      ::phsa::CheckFailed(__FILE__, __LINE__, #condition);                      \
-    }                                                                           \
+#define PHSA_CHECK(condition)                              \
+  do {                                                     \
+    if (!(condition)) [[unlikely]] {                       \
+      ::phsa::CheckFailed(__FILE__, __LINE__, #condition); \
+    }                                                      \
   } while (false)
 
 #endif  // PHSA_BASE_ERRORS_H_

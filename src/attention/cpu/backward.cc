@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/cpu/band.h"
 #include "attention/cpu/block_lists.h"
 #include "attention/cpu/kernels.h"
 #include "attention/cpu/tiles.h"
@@ -47,13 +48,19 @@ class HeadGradients {
       std::fill_n(d_keys_ + t * d_key_stride_, d, 0.0f);
       std::fill_n(d_values_ + t * d_value_stride_, d, 0.0f);
     }
+    for (int32_t t = 0; t < seq_.kv_len; t += kPanel) {
+      const int32_t count = std::min(kPanel, seq_.kv_len - t);
+      kernels_.f32.pack_panel(Key(t), kv_.k_token_stride, plan_.dtype, count, d, s_.key_panels + int64_t{t} * d);
+      kernels_.f32.pack_panel(At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, seq_index_, t, kv_head_)), kv_.v_token_stride,
+                              plan_.dtype, count, d, s_.value_panels + int64_t{t} * d);
+    }
     for (int32_t begin = 0; begin < seq_.kv_len; begin += shape_.queries) {
       begin_ = begin;
       end_ = std::min(seq_.kv_len, begin + shape_.queries);
       rows_ = (end_ - begin_) * plan_.group;
       LoadTile();
-      Band(true);
-      Band(false);
+      Band(BandPart::kInit);
+      Band(BandPart::kLocal);
       if (plan_.top_k > 0) Chosen();
       StoreTile();
     }
@@ -65,6 +72,9 @@ class HeadGradients {
   }
 
  private:
+  const void* Key(int32_t token) const {
+    return At(kv_.k, plan_.dtype, KeyOffset(plan_, kv_, seq_index_, token, kv_head_));
+  }
   void* DKey(int32_t token) const {
     return At(params_.d_k, plan_.dtype,
               (seq_.kv_start + token) * params_.d_k_token_stride + kv_head_ * params_.d_k_head_stride);
@@ -103,18 +113,14 @@ class HeadGradients {
     }
   }
 
-  void Band(bool init) {
-    for (int32_t b = begin_ / plan_.block; b * plan_.block < end_; ++b) {
-      const bool all = plan_.ReadsAll(b);
-      if (init && all) continue;
-      const int32_t row_begin = (b * plan_.block - begin_) * plan_.group;
-      const int32_t row_end = (std::min(end_, (b + 1) * plan_.block) - begin_) * plan_.group;
-      int32_t n = 0;
-      for (int32_t r = std::max(0, row_begin); r < row_end; ++r) s_.list_rows[n++] = r;
-      const int32_t from = init || all ? 0 : plan_.CandidateEnd(b) * plan_.block;
-      const int32_t to = init ? plan_.init_blocks * plan_.block : std::min((b + 1) * plan_.block, end_);
-      for (int32_t t = from; t < to; t += kChunk) Keys(t, std::min(to, t + kChunk), n);
-    }
+  void Band(BandPart part) {
+    ForEachBandRun(plan_, begin_, end_, part,
+                   [&](int32_t /*chunk*/, int32_t query_begin, int32_t query_end, int32_t lo, int32_t hi) {
+                     const int32_t first = (query_begin - begin_) * plan_.group;
+                     const int32_t n = (query_end - query_begin) * plan_.group;
+                     for (int32_t i = 0; i < n; ++i) s_.list_rows[i] = first + i;
+                     Keys(lo, hi, n);
+                   });
   }
 
   void Chosen() {
@@ -145,14 +151,12 @@ class HeadGradients {
   void Keys(int32_t lo, int32_t hi, int32_t n) {
     const int32_t d = plan_.head_dim;
     const int32_t panels = (hi - lo + kPanel - 1) / kPanel;
-    for (int32_t p = 0; p < panels; ++p) {
-      const int32_t t = lo + p * kPanel;
-      const int32_t count = std::min(kPanel, hi - t);
-      const void* k = At(kv_.k, plan_.dtype, KeyOffset(plan_, kv_, seq_index_, t, kv_head_));
-      kernels_.f32.pack_panel(k, kv_.k_token_stride, plan_.dtype, count, d, s_.key_panels + int64_t{p} * kPanel * d);
-      kernels_.f32.pack_panel(At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, seq_index_, t, kv_head_)), kv_.v_token_stride,
-                              plan_.dtype, count, d, s_.value_panels + int64_t{p} * kPanel * d);
-      kernels_.f32.pack_values(k, kv_.k_token_stride, plan_.dtype, count, d, s_.keys + int64_t{p} * kPanel * d);
+    const uint32_t* keys = static_cast<const uint32_t*>(Key(lo));
+    int64_t key_stride = kv_.k_token_stride;
+    if (plan_.dtype != PHSA_F32) {
+      kernels_.f32.pack_values(Key(lo), kv_.k_token_stride, plan_.dtype, hi - lo, d, s_.keys);
+      keys = s_.keys;
+      key_stride = d;
     }
     for (int32_t i = 0; i < n; ++i) {
       const int64_t row = s_.list_rows[i];
@@ -162,8 +166,10 @@ class HeadGradients {
       s_.p_ptrs[i] = s_.probabilities + int64_t{i} * kChunk;
       s_.ds_ptrs[i] = s_.d_scores + int64_t{i} * kChunk;
     }
-    kernels_.f32.dot(reinterpret_cast<const uint32_t* const*>(s_.query_ptrs), n, s_.key_panels, panels, d, s_.p_ptrs);
-    kernels_.f32.dot(reinterpret_cast<const uint32_t* const*>(s_.d_out_ptrs), n, s_.value_panels, panels, d, s_.ds_ptrs);
+    kernels_.f32.dot(reinterpret_cast<const uint32_t* const*>(s_.query_ptrs), n, s_.key_panels + int64_t{lo} * d,
+                      panels, d, s_.p_ptrs);
+    kernels_.f32.dot(reinterpret_cast<const uint32_t* const*>(s_.d_out_ptrs), n, s_.value_panels + int64_t{lo} * d,
+                      panels, d, s_.ds_ptrs);
     for (int32_t i = 0; i < n; ++i) {
       const int32_t row = s_.list_rows[i];
       const int32_t seen = std::min(Position(row) + 1, hi) - lo;
@@ -171,7 +177,7 @@ class HeadGradients {
       kernels_.softmax_gradient(s_.p_ptrs[i], s_.ds_ptrs[i], panels * kPanel, plan_.scale * kLog2E, s_.offset[row],
                                 s_.delta[row], plan_.scale);
     }
-    kernels_.f32.accumulate(reinterpret_cast<const uint32_t* const*>(s_.ds_ptrs), n, hi - lo, s_.keys, d, d,
+    kernels_.f32.accumulate(reinterpret_cast<const uint32_t* const*>(s_.ds_ptrs), n, hi - lo, keys, key_stride, d,
                             s_.d_query_ptrs);
     kernels_.accumulate_transposed(s_.ds_ptrs, s_.query_ptrs, n, hi - lo, d, d_keys_ + lo * d_key_stride_, d_key_stride_);
     kernels_.accumulate_transposed(s_.p_ptrs, s_.d_out_ptrs, n, hi - lo, d, d_values_ + lo * d_value_stride_,

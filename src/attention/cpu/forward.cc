@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 
+#include "attention/cpu/band.h"
 #include "attention/cpu/block_lists.h"
 #include "attention/cpu/select.h"
 #include "base/dtype.h"
@@ -40,8 +41,8 @@ class TileAttention {
 
   void Run() {
     LoadQueries();
-    Band(true);
-    Band(false);
+    Band(BandPart::kInit);
+    Band(BandPart::kLocal);
     if (plan_.top_k > 0) Chosen();
     Store();
   }
@@ -76,43 +77,18 @@ class TileAttention {
     std::fill_n(s_.sums, int64_t{rows_} * d, 0.0f);
   }
 
-  // Tokens that the queries of block b read in the band's first part (init) or second (local, or everything).
-  std::pair<int32_t, int32_t> BandRange(int32_t b, bool init) const {
-    const bool all = plan_.ReadsAll(b);
-    if (init) return {0, all ? 0 : plan_.init_blocks * plan_.block};
-    return {all ? 0 : plan_.CandidateEnd(b) * plan_.block, std::min((b + 1) * plan_.block, tile_.end)};
-  }
-
-  void Band(bool init) {
-    const int32_t first_block = tile_.begin / plan_.block, last_block = (tile_.end - 1) / plan_.block;
-    // Both ends of the range grow with b, and only the first blocks may read everything.
-    const int32_t begin = init ? 0 : BandRange(first_block, false).first;
-    const int32_t end = BandRange(last_block, init).second;
-    for (int32_t chunk = begin / kChunk * kChunk; chunk < end; chunk += kChunk) {
-      bool packed = packed_.keys != nullptr;
-      int32_t run_begin = 0, run_end = 0, run_lo = 0, run_hi = 0;
-      const auto flush = [&] {
-        if (run_begin == run_end) return;
-        if (!packed) PackChunk(std::max(chunk, begin), std::min(chunk + kChunk, end), chunk);
-        packed = true;
-        BandRows(run_begin, run_end, chunk, run_lo, run_hi);
-      };
-      for (int32_t b = first_block; b <= last_block; ++b) {
-        const auto [from, to] = BandRange(b, init);
-        const int32_t lo = std::max(from, chunk), hi = std::min(to, chunk + kChunk);
-        if (lo >= hi) continue;
-        const int32_t row_begin = Row(std::max(tile_.begin, b * plan_.block));
-        const int32_t row_end = Row(std::min(tile_.end, (b + 1) * plan_.block));
-        if (row_begin != run_end || lo != run_lo || hi != run_hi) {
-          flush();
-          run_begin = row_begin;
-          run_lo = lo;
-          run_hi = hi;
-        }
-        run_end = row_end;
-      }
-      flush();
-    }
+  void Band(BandPart part) {
+    int32_t packed_chunk = -1;
+    const int32_t end = BandRange(plan_, (tile_.end - 1) / plan_.block, part, tile_.end).second;
+    ForEachBandRun(plan_, tile_.begin, tile_.end, part,
+                   [&](int32_t chunk, int32_t query_begin, int32_t query_end, int32_t lo, int32_t hi) {
+                     // The first run of a chunk begins lowest.
+                     if (packed_.keys == nullptr && chunk != packed_chunk) {
+                       PackChunk(lo, std::min(chunk + kChunk, end), chunk);
+                       packed_chunk = chunk;
+                     }
+                     BandRows(Row(query_begin), Row(query_end), chunk, lo, hi);
+                   });
   }
 
   // Whether the values of a whole chunk can be read where they lie.

@@ -483,6 +483,9 @@ void AccumulateTransposed(const float* const* p, const float* const* rows, int n
   const auto run = [&](auto vectors, int column) {
     constexpr int kVectors = decltype(vectors)::value;
     int j = 0;
+    for (; j + kTileRows <= keys; j += kTileRows) {
+      TransposedTile<kTileRows, kVectors>(p, rows, num_rows, j, column, dst, stride);
+    }
     for (; j + 4 <= keys; j += 4) TransposedTile<4, kVectors>(p, rows, num_rows, j, column, dst, stride);
     for (; j < keys; ++j) TransposedTile<1, kVectors>(p, rows, num_rows, j, column, dst, stride);
   };

@@ -199,9 +199,10 @@ struct BackwardScratch {
     offset = carver.Take<float>(rows);
     probabilities = carver.Take<float>(rows * kChunk);
     d_scores = carver.Take<float>(rows * kChunk);
-    key_panels = carver.Take<uint32_t>(kChunk * d);
-    value_panels = carver.Take<uint32_t>(kChunk * d);
-    keys = carver.Take<uint32_t>(kChunk * d);
+    const int64_t padded = int64_t{plan.max_kv_len + 15} / 16 * 16;
+    key_panels = carver.Take<uint32_t>(padded * d);
+    value_panels = carver.Take<uint32_t>(padded * d);
+    keys = carver.Take<uint32_t>(plan.dtype == PHSA_F32 ? 0 : kChunk * d);
     for (auto** ptrs : {&query_ptrs, &d_out_ptrs, &p_ptrs, &ds_ptrs, &d_query_ptrs}) *ptrs = carver.Take<float*>(rows);
     list_rows = carver.Take<int32_t>(rows);
     if (plan.dtype != PHSA_F32) {
@@ -223,9 +224,9 @@ struct BackwardScratch {
   float* offset = nullptr;     // [rows] log-sum-exp in base 2
   float* probabilities = nullptr;  // [rows][kChunk]
   float* d_scores = nullptr;       // [rows][kChunk]
-  uint32_t* key_panels = nullptr;
-  uint32_t* value_panels = nullptr;
-  uint32_t* keys = nullptr;  // [kChunk][head_dim]
+  uint32_t* key_panels = nullptr;    // [token / 16][head_dim][16]
+  uint32_t* value_panels = nullptr;  // [token / 16][head_dim][16]
+  uint32_t* keys = nullptr;          // [kChunk][head_dim] where the keys are not f32
   float** query_ptrs = nullptr;
   float** d_out_ptrs = nullptr;
   float** p_ptrs = nullptr;

@@ -1,0 +1,185 @@
+"""Times decode and backward on the GPU against scaled_dot_product_attention with cuDNN and FlashAttention, same run.
+
+Build as tests/cuda/test_decode_backward.py says, then: python3 bench/cuda/bench_decode_backward.py [decode] [backward]
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "cuda"))
+import test_decode_backward as lib  # noqa: E402
+
+BLOCK = lib.BLOCK
+RESULTS = []
+
+
+def report(**row):
+    RESULTS.append(row)
+    print("  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+
+
+def time_graph(calls, repeats=30):
+    """Median milliseconds of one call. All calls are captured into one graph; each touches its own inputs, so that
+    none finds its data in the cache."""
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        graph.replay()
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(repeats):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) / len(calls))
+    return sorted(times)[len(times) // 2]
+
+
+def time_calls(call, repeats=10):
+    for _ in range(2):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+class DecodeBench:
+    """A batch of equal lengths on random keys, laid out in pages of 256 in a shuffled order."""
+
+    def __init__(self, batch, length, q_heads, kv_heads, dim=128, page_size=256):
+        g = torch.Generator(device="cuda").manual_seed(batch + length)
+        pages = batch * length // page_size
+        shape = (pages, page_size, kv_heads, dim)
+        self.k = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+        self.v = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+        self.reps = torch.empty(pages, page_size // BLOCK, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+        for i in range(0, pages, 512):
+            part = slice(i, min(i + 512, pages))
+            self.k[part].normal_(generator=g)
+            self.v[part].normal_(generator=g)
+            self.reps[part] = self.k[part].float().unflatten(1, (-1, BLOCK)).mean(2).to(torch.bfloat16)
+        self.q = torch.randn(batch, q_heads, dim, device="cuda", generator=g).mul_(3).to(torch.bfloat16)
+        self.table = torch.randperm(pages, device="cuda", generator=g).to(torch.int32).view(batch, -1)
+        self.lens = torch.full((batch,), length, device="cuda", dtype=torch.int32)
+        self.out = torch.empty_like(self.q)
+        self.lse = torch.empty(batch, q_heads, device="cuda")
+        self.size = (batch, length, q_heads, kv_heads, dim, page_size)
+
+    def call(self, top_k=16, init=128, local=512, dense_below=0):
+        batch, length, q_heads, kv_heads, dim, page_size = self.size
+        p = lib.DecodeParams()
+        p.method = lib.Method(init // BLOCK, local // BLOCK, top_k, dense_below, dim**-0.5)
+        p.dtype, p.num_seqs, p.num_q_heads, p.num_kv_heads, p.head_dim = 2, batch, q_heads, kv_heads, dim
+        p.max_kv_len, p.lambda_ = length, 0.9
+        p.kv_lens, p.q, p.out, p.lse = (x.data_ptr() for x in (self.lens, self.q, self.out, self.lse))
+        p.q_token_stride, p.q_head_stride = self.q.stride()[:2]
+        p.out_token_stride, p.out_head_stride = self.out.stride()[:2]
+        p.k, p.v, p.reps = (x.data_ptr() for x in (self.k, self.v, self.reps))
+        for name, x in (("k", self.k), ("v", self.v)):
+            setattr(p, f"{name}_token_stride", x.stride(1))
+            setattr(p, f"{name}_head_stride", x.stride(2))
+            setattr(p, f"{name}_page_stride", x.stride(0))
+        p.rep_row_stride, p.rep_head_stride, p.rep_page_stride = self.reps.stride(1), self.reps.stride(2), self.reps.stride(0)
+        p.page_size, p.page_table, p.page_table_stride = page_size, self.table.data_ptr(), self.table.stride(0)
+        size = lib.LIBRARY.phsa_cuda_decode_workspace(p)
+        workspace = torch.empty(size, device="cuda", dtype=torch.uint8)
+        p.workspace, p.workspace_size = workspace.data_ptr(), size
+
+        def run():
+            status = lib.LIBRARY.phsa_cuda_decode(p, torch.cuda.current_stream().cuda_stream)
+            assert status == 0, status
+            return workspace
+
+        return run
+
+    def dense(self, backend):
+        """PyTorch's dense attention over the same bytes, read as one contiguous cache."""
+        batch, length, q_heads, kv_heads, dim, _ = self.size
+        k, v = (x.view(batch, length, kv_heads, dim).transpose(1, 2) for x in (self.k, self.v))
+
+        def run():
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(self.q[:, :, None], k, v, enable_gqa=True)
+
+        return run
+
+
+def stages(call, repeats=20):
+    """Microseconds of each kernel, from the profiler."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+    out = {}
+    for event in profile.key_averages():
+        name = event.key.replace("phsa::cuda::(anonymous namespace)::", "").replace("void ", "").split("(")[0]
+        out[name] = out.get(name, 0) + event.device_time_total / repeats
+    return {k: round(v, 2) for k, v in out.items() if v > 0}
+
+
+def bench_decode():
+    for batch, length, q_heads, kv_heads in (
+        (1, 131072, 16, 8), (16, 131072, 16, 8), (1, 131072, 32, 8), (16, 131072, 32, 8), (1, 32768, 12, 2),
+        (16, 32768, 16, 8), (1, 32768, 16, 8), (16, 4096, 16, 8),
+    ):
+        bytes_read = batch * length * kv_heads * 128 * 2 // 16
+        sets = max(1, min(10, 200_000_000 // bytes_read))
+        data = [DecodeBench(batch, length, q_heads, kv_heads) for _ in range(sets)]
+        method = dict(top_k=2, init=16, local=128) if length <= 4096 else {}
+        sparse = time_graph([d.call(**method) for d in data])
+        again = time_graph([d.call(**method) for d in data])
+        own_dense = time_graph([d.call(top_k=0, dense_below=lib.INT_MAX) for d in data[:4]])
+        row = dict(stage="decode", batch=batch, length=length, heads=f"{q_heads}/{kv_heads}", sparse_ms=sparse,
+                   again_ms=again, own_dense_ms=own_dense)
+        for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+            try:
+                row[f"{name}_ms"] = time_graph([d.dense(backend) for d in data[:4]])
+            except RuntimeError as error:
+                print(f"{name}: {str(error).splitlines()[0][:100]}")
+        if "cudnn_ms" in row:
+            row["against_cudnn"] = row["cudnn_ms"] / sparse
+        reps = batch * length // BLOCK * kv_heads * 256
+        read = batch * (640 + 16 + 256) * kv_heads * 512 if not method else batch * (16 + 128 + 16 + 32) * kv_heads * 512
+        row["bytes_mb"] = (reps + read) / 1e6
+        row["tb_per_s"] = (reps + read) / sparse / 1e9
+        report(**row)
+        if batch * length >= 131072:
+            print("   stages (us):", stages(data[0].call(**method)))
+        del data
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    chosen = sys.argv[1:] or ["decode", "backward"]
+    if "decode" in chosen:
+        bench_decode()
+    if "backward" in chosen and "bench_backward" in globals():
+        globals()["bench_backward"]()
+    out = Path(__file__).resolve().parents[2] / "bench" / "results"
+    import os
+
+    if "OUT" in os.environ:
+        out = Path(os.environ["OUT"])
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "cuda_decode_backward.json").write_text(json.dumps(RESULTS, indent=1) + "\n")

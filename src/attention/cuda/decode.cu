@@ -1,0 +1,702 @@
+// Decode: one query per sequence against a cache of any length. Three launches:
+//   Scores   each warp scores 64 representatives for all heads of a group and leaves the softmax's partial sums;
+//   TopK     one thread block per sequence and KV head merges the sums and picks the K best blocks, exactly;
+//   Attend   each warp reads one or a few of the init, chosen and local blocks; the last thread block to finish merges.
+// All three are bound by memory, so operands go from global memory straight to registers in the order the matrix
+// instructions want them: nothing is staged in shared memory. Splits depend on shapes alone, never on the batch, and
+// merges run in a fixed order: the result of a sequence has the same bits in any batch.
+#include <algorithm>
+#include <climits>
+#include <cmath>
+
+#include "attention/cuda/decode_backward.h"
+#include "attention/cuda/decode_backward_mma.cuh"
+
+namespace phsa::cuda {
+namespace {
+
+constexpr int kWarps = 4;          // of Scores and Attend
+constexpr int kScoreTiles = 4;     // of 16 representatives, per warp
+constexpr int kWarpReps = kScoreTiles * 16;
+constexpr int kTopKThreads = 1024;
+constexpr int kMaxTopK = 64;
+constexpr int kMaxGroup = 16;
+constexpr int kMaxSplits = 128;    // of Attend
+constexpr int kCachedScores = 32768;  // candidates whose scores TopK keeps in shared memory (128 KiB)
+constexpr int kDigitBits = 11;
+
+struct Workspace {
+  float* scores;      // [seq][kv_head][group][score_stride], times log2(e)
+  float2* sums;       // [seq][kv_head][group][score_stride / kWarpReps]: maximum and sum of exponentials
+  int32_t* selection; // [seq][kv_head][top_k]
+  float* partial;     // [seq][kv_head][split][group][head_dim]
+  float2* partial_sums;  // [seq][kv_head][split][group]
+  int32_t* finished;  // [seq][kv_head]
+  int32_t score_stride;
+  int32_t splits;
+  int32_t blocks_per_warp;
+};
+
+size_t Align(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+bool Chooses(const DecodeParams& p) {
+  const MethodParams& m = p.method;
+  const int blocks = (p.max_kv_len + kBlock - 1) / kBlock;
+  return m.top_k > 0 && m.dense_below < p.max_kv_len && blocks - 1 - m.local_blocks > m.init_blocks;
+}
+
+size_t Layout(const DecodeParams& p, Workspace* w) {
+  const MethodParams& m = p.method;
+  const int group = p.num_q_heads / p.num_kv_heads;
+  const size_t pairs = static_cast<size_t>(p.num_seqs) * p.num_kv_heads;
+  const int64_t all_blocks = (static_cast<int64_t>(p.max_kv_len) + kBlock - 1) / kBlock;
+  int64_t read = std::min<int64_t>(all_blocks, static_cast<int64_t>(m.init_blocks) + m.local_blocks + 1 + m.top_k);
+  read = std::max(read, std::min<int64_t>(all_blocks, (static_cast<int64_t>(m.dense_below) + kBlock - 1) / kBlock));
+  read = std::max<int64_t>(read, 1);
+  w->blocks_per_warp = static_cast<int32_t>((read + kWarps * kMaxSplits - 1) / (kWarps * kMaxSplits));
+  w->splits = static_cast<int32_t>((read + kWarps * w->blocks_per_warp - 1) / (kWarps * w->blocks_per_warp));
+  w->score_stride = static_cast<int32_t>((all_blocks + kWarpReps - 1) / kWarpReps * kWarpReps);
+  char* base = static_cast<char*>(p.workspace);
+  size_t at = 0;
+  auto take = [&](size_t bytes) {
+    char* here = base + at;
+    at += Align(bytes);
+    return here;
+  };
+  const size_t score_rows = Chooses(p) ? pairs * group : 0;
+  w->scores = reinterpret_cast<float*>(take(score_rows * w->score_stride * sizeof(float)));
+  w->sums = reinterpret_cast<float2*>(take(score_rows * (w->score_stride / kWarpReps) * sizeof(float2)));
+  w->selection = reinterpret_cast<int32_t*>(take(pairs * m.top_k * sizeof(int32_t)));
+  w->partial = reinterpret_cast<float*>(take(pairs * w->splits * group * p.head_dim * sizeof(float)));
+  w->partial_sums = reinterpret_cast<float2*>(take(pairs * w->splits * group * sizeof(float2)));
+  w->finished = reinterpret_cast<int32_t*>(take(pairs * sizeof(int32_t)));
+  return at;
+}
+
+// Programmatic dependent launch: the next kernel of the three may start while this one runs, and waits for its end
+// before it reads. Worth about a microsecond a launch. Every thread of a waiting kernel waits, so that its end implies
+// the end of the one before.
+__device__ __forceinline__ void LetNextStart() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void WaitForPrevious() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Which blocks a query reads: init, the chosen ones out of [candidate_begin, candidate_end), local.
+struct Reach {
+  int length, own;
+  bool dense;
+  int candidate_begin, candidate_end;
+
+  __device__ Reach(const DecodeParams& p, int seq) {
+    length = p.kv_lens[seq];
+    const int position = length - 1;
+    own = length > 0 ? position / kBlock : 0;
+    dense = position < p.method.dense_below;
+    candidate_begin = min(p.method.init_blocks, own + 1);
+    candidate_end = max(candidate_begin, own - p.method.local_blocks);
+  }
+  __device__ int candidates() const { return candidate_end - candidate_begin; }
+  __device__ int chosen(const DecodeParams& p) const { return min(p.method.top_k, candidates()); }
+  // Nothing to rank: every candidate is taken, or there is no choice at all.
+  __device__ bool takes_all(const DecodeParams& p) const {
+    return length <= 0 || dense || candidates() <= p.method.top_k;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ const T* RepRow(const DecodeParams& p, int seq, int kv_head, int block) {
+  const T* reps = static_cast<const T*>(p.reps) + kv_head * p.rep_head_stride;
+  if (p.page_size == 0) return reps + (p.rep_starts[seq] + block) * p.rep_row_stride;
+  const int rows = p.page_size / kBlock;
+  const int64_t page = p.page_table[seq * p.page_table_stride + block / rows];
+  return reps + page * p.rep_page_stride + (block % rows) * p.rep_row_stride;
+}
+
+// Where the first token of a block lies, in k, v or flags: page and row.
+struct Place {
+  int64_t page, row;
+  __device__ Place(const DecodeParams& p, int seq, int block) {
+    if (p.page_size == 0) {
+      page = 0;
+      row = p.kv_starts[seq] + static_cast<int64_t>(block) * kBlock;
+    } else {
+      const int blocks = p.page_size / kBlock;
+      page = p.page_table[seq * p.page_table_stride + block / blocks];
+      row = block % blocks * kBlock;
+    }
+  }
+};
+
+// The queries of a group as the left operand: rows are heads, zero beyond the group. Lane l holds the 16 bytes
+// 8(l%4) … of every 32 elements of its two rows; keys are loaded in the same order.
+template <typename T, int kDim, bool kWide>
+struct Queries {
+  uint4 low[kDim / 32];
+  uint4 high[kWide ? kDim / 32 : 1];
+
+  __device__ void Load(const DecodeParams& p, int seq, int kv_head, int group, int lane) {
+    const int row = lane / 4;
+    const T* q = static_cast<const T*>(p.q) + seq * p.q_token_stride + lane % 4 * 8;
+    const int64_t first = static_cast<int64_t>(kv_head) * group;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int j = 0; j < kDim / 32; ++j) {
+      low[j] = row < group ? *reinterpret_cast<const uint4*>(q + (first + row) * p.q_head_stride + j * 32) : zero;
+      if (kWide) {
+        high[j] =
+            row + 8 < group ? *reinterpret_cast<const uint4*>(q + (first + row + 8) * p.q_head_stride + j * 32) : zero;
+      }
+    }
+  }
+  // c += q · keys for the 32 elements j.
+  __device__ void Multiply(float (&c)[4], int j, uint4 keys) const {
+    const uint4 h = kWide ? high[kWide ? j : 0] : make_uint4(0, 0, 0, 0);
+    Mma<T>(c, low[j].x, h.x, low[j].y, h.y, keys.x, keys.y);
+    Mma<T>(c, low[j].z, h.z, low[j].w, h.w, keys.z, keys.w);
+  }
+};
+
+template <typename T, int kDim, bool kWide>
+__global__ void __launch_bounds__(kWarps * 32) ScoresKernel(const __grid_constant__ DecodeParams p, Workspace w) {
+  LetNextStart();
+  const int seq = blockIdx.z, kv_head = blockIdx.y;
+  const int lane = threadIdx.x % 32;
+  const int part = blockIdx.x * kWarps + threadIdx.x / 32;
+  const Reach reach(p, seq);
+  const int visible = reach.own;  // complete blocks before the own one
+  const int begin = part * kWarpReps;
+  if (reach.takes_all(p) || begin >= visible) return;
+  const int group = p.num_q_heads / p.num_kv_heads;
+
+  Queries<T, kDim, kWide> q;
+  q.Load(p, seq, kv_head, group, lane);
+  // Two tiles of loads are in flight while one is multiplied.
+  uint4 keys[2][2][kDim / 32];
+  auto load = [&](int tile) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int block = min(begin + tile * 16 + n * 8 + lane / 4, visible - 1);
+      const T* row = RepRow<T>(p, seq, kv_head, block) + lane % 4 * 8;
+#pragma unroll
+      for (int j = 0; j < kDim / 32; ++j) {
+        keys[tile % 2][n][j] = __ldcs(reinterpret_cast<const uint4*>(row + j * 32));
+      }
+    }
+  };
+  load(0);
+  float s[kScoreTiles][2][4];
+  const float scale = p.method.scale * kLog2e;
+#pragma unroll
+  for (int tile = 0; tile < kScoreTiles; ++tile) {
+    if (tile + 1 < kScoreTiles && begin + (tile + 1) * 16 < visible) load(tile + 1);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[tile][n][i] = 0;
+      if (begin + tile * 16 < visible) {
+#pragma unroll
+        for (int j = 0; j < kDim / 32; ++j) q.Multiply(s[tile][n], j, keys[tile % 2][n][j]);
+      }
+    }
+  }
+
+  const int64_t pair = static_cast<int64_t>(seq) * p.num_kv_heads + kv_head;
+#pragma unroll
+  for (int half = 0; half < (kWide ? 2 : 1); ++half) {
+    const int head = lane / 4 + half * 8;
+    float* row = w.scores + (pair * group + head) * w.score_stride + begin;
+    float maximum = -INFINITY;
+#pragma unroll
+    for (int tile = 0; tile < kScoreTiles; ++tile) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const int column = tile * 16 + n * 8 + lane % 4 * 2;
+        float x = s[tile][n][half * 2] * scale, y = s[tile][n][half * 2 + 1] * scale;
+        if (begin + column >= visible) x = -INFINITY;
+        if (begin + column + 1 >= visible) y = -INFINITY;
+        s[tile][n][half * 2] = x;
+        s[tile][n][half * 2 + 1] = y;
+        if (head < group) *reinterpret_cast<float2*>(row + column) = make_float2(x, y);
+        maximum = fmaxf(maximum, fmaxf(x, y));
+      }
+    }
+    maximum = fmaxf(maximum, __shfl_xor_sync(kFullWarp, maximum, 1));
+    maximum = fmaxf(maximum, __shfl_xor_sync(kFullWarp, maximum, 2));
+    float sum = 0;
+#pragma unroll
+    for (int tile = 0; tile < kScoreTiles; ++tile) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        sum += Exp2(s[tile][n][half * 2] - maximum) + Exp2(s[tile][n][half * 2 + 1] - maximum);
+      }
+    }
+    sum += __shfl_xor_sync(kFullWarp, sum, 1);
+    sum += __shfl_xor_sync(kFullWarp, sum, 2);
+    if (lane % 4 == 0 && head < group) {
+      w.sums[(pair * group + head) * (w.score_stride / kWarpReps) + part] = make_float2(maximum, sum);
+    }
+  }
+}
+
+// Sum over the thread block of the values of lower threads; all threads must call it.
+__device__ int ExclusiveScan(int value, int* warp_totals) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int inclusive = value;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int other = __shfl_up_sync(kFullWarp, inclusive, offset);
+    if (lane >= offset) inclusive += other;
+  }
+  __syncthreads();  // the totals of the call before have been read
+  if (lane == 31) warp_totals[warp] = inclusive;
+  __syncthreads();
+  const int totals = lane < blockDim.x / 32 ? warp_totals[lane] : 0;
+  const int before = __reduce_add_sync(kFullWarp, lane < warp ? totals : 0);
+  return before + inclusive - value;
+}
+
+// One thread block per sequence and KV head. Group scores are sums of softmax values, so they are not negative and
+// their bits order them: a radix search over the bits finds the K-th best, and only blocks with exactly that score need
+// the tie rule.
+__global__ void __launch_bounds__(kTopKThreads) TopKKernel(const __grid_constant__ DecodeParams p, Workspace w) {
+  constexpr int kBins = 1 << kDigitBits;
+  static_assert(kBins == 2 * kTopKThreads);
+  extern __shared__ uint32_t cached[];
+  __shared__ int histogram[kBins];
+  __shared__ int warp_totals[32];
+  __shared__ float log_sums[kMaxGroup];
+  __shared__ int digit, digit_count, still_needed, taken;
+  __shared__ int found[kMaxTopK];
+  LetNextStart();
+  WaitForPrevious();
+  const int kv_head = blockIdx.x, seq = blockIdx.y;
+  const int64_t pair = static_cast<int64_t>(seq) * p.num_kv_heads + kv_head;
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  const int top_k = p.method.top_k;
+  const Reach reach(p, seq);
+  int32_t* const out = (p.selection ? p.selection : w.selection) + pair * top_k;
+  if (tid == 0) w.finished[pair] = 0;
+
+  if (reach.takes_all(p)) {
+    const int count = reach.length <= 0 || reach.dense ? 0 : reach.candidates();
+    if (tid < top_k) out[tid] = tid < count ? reach.candidate_begin + tid : -1;
+    return;
+  }
+
+  const int group = p.num_q_heads / p.num_kv_heads;
+  const int parts = (reach.own + kWarpReps - 1) / kWarpReps;
+  if (warp < group) {
+    const float2* sums = w.sums + (pair * group + warp) * (w.score_stride / kWarpReps);
+    float maximum = -INFINITY;
+    for (int i = lane; i < parts; i += 32) maximum = fmaxf(maximum, sums[i].x);
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      maximum = fmaxf(maximum, __shfl_xor_sync(kFullWarp, maximum, offset));
+    }
+    float sum = 0;
+    for (int i = lane; i < parts; i += 32) sum += sums[i].y * Exp2(sums[i].x - maximum);
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+    if (lane == 0) log_sums[warp] = maximum + log2f(sum);
+  }
+  if (tid == 0) taken = 0;
+  __syncthreads();
+
+  const int count = reach.candidates();
+  float* const scores = w.scores + pair * group * w.score_stride + reach.candidate_begin;
+  // A thread reads back only what it wrote itself. Where shared memory is too small the first head's row takes them.
+  uint32_t* const values = count <= kCachedScores ? cached : reinterpret_cast<uint32_t*>(scores);
+  constexpr int kAtOnce = 4;  // loads in flight per thread
+  for (int base = tid; base < count; base += kAtOnce * kTopKThreads) {
+    float total[kAtOnce] = {};
+    for (int h = 0; h < group; ++h) {
+      const float* row = scores + static_cast<int64_t>(h) * w.score_stride;
+      float x[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) x[n] = base + n * kTopKThreads < count ? row[base + n * kTopKThreads] : 0;
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        x[n] = Exp2(x[n] - log_sums[h]);
+        total[n] = p.group_reduce == PHSA_GROUP_MAX ? fmaxf(total[n], x[n]) : total[n] + x[n];
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      if (base + n * kTopKThreads < count) values[base + n * kTopKThreads] = __float_as_uint(total[n]);
+    }
+  }
+
+  uint32_t prefix = 0, mask = 0;
+  int need = top_k;
+  bool whole_digit = false;
+  for (int shift = 32 - kDigitBits; !whole_digit && mask != 0xffffffffu; shift = max(0, shift - kDigitBits)) {
+    const uint32_t digit_mask = mask == 0 ? 0xffffffffu << shift : ~mask & (0xffffffffu << shift);
+    histogram[tid] = 0;
+    histogram[tid + kTopKThreads] = 0;
+    __syncthreads();
+    for (int i = tid; i < count; i += kTopKThreads) {
+      const uint32_t value = values[i];
+      if ((value & mask) == prefix) atomicAdd(&histogram[(value & digit_mask) >> shift], 1);
+    }
+    __syncthreads();
+    const int upper = histogram[kBins - 1 - 2 * tid], lower = histogram[kBins - 2 - 2 * tid];
+    const int above = ExclusiveScan(upper + lower, warp_totals);
+    if (above < need && need <= above + upper + lower) {
+      const bool in_upper = need <= above + upper;
+      digit = kBins - 1 - 2 * tid - (in_upper ? 0 : 1);
+      digit_count = in_upper ? upper : lower;
+      still_needed = need - above - (in_upper ? 0 : upper);
+    }
+    __syncthreads();
+    prefix |= static_cast<uint32_t>(digit) << shift;
+    mask |= digit_mask;
+    need = still_needed;
+    whole_digit = digit_count == need;
+  }
+
+  for (int i = tid; i < count; i += kTopKThreads) {
+    const uint32_t value = values[i] & mask;
+    if (value > prefix || (value == prefix && whole_digit)) found[atomicAdd(&taken, 1)] = i;
+  }
+  if (!whole_digit) {  // more blocks with the K-th score than places left: the lowest
+    int equal_before = 0;
+    for (int base = 0; base < count && equal_before < need; base += kTopKThreads) {
+      const int i = base + tid;
+      const int equal = i < count && values[i] == prefix;
+      const int rank = equal_before + ExclusiveScan(equal, warp_totals);
+      if (equal && rank < need) found[atomicAdd(&taken, 1)] = i;
+      equal_before += __syncthreads_count(equal);
+    }
+  }
+  __syncthreads();
+  if (tid < top_k) {
+    int rank = 0;
+    for (int i = 0; i < top_k; ++i) rank += found[i] < found[tid];
+    out[rank] = reach.candidate_begin + found[tid];
+  }
+}
+
+template <typename T, int kDim>
+__device__ void WriteRepresentative(const DecodeParams& p, int seq, int kv_head, int length) {
+  if (p.reps == nullptr || length <= 0 || length % kBlock != 0) return;
+  const int block = length / kBlock - 1;
+  const Place place(p, seq, block);
+  float lambda = p.head_lambda ? p.head_lambda[kv_head] : p.lambda;
+  uint32_t flagged = 0;
+  if (p.flags != nullptr) {
+    const uint8_t* flags = p.flags + place.page * p.flags_page_stride + place.row;
+    for (int i = 0; i < kBlock; ++i) flagged |= (flags[i] != 0 ? 1u : 0u) << i;
+  }
+  if (flagged == 0) lambda = 1;
+  const float mean_weight = lambda / kBlock;
+  const float flag_weight = flagged == 0 ? 0 : (1 - lambda) / static_cast<float>(__popc(flagged));
+  const T* k = static_cast<const T*>(p.k) + place.page * p.k_page_stride + place.row * p.k_token_stride +
+               kv_head * p.k_head_stride;
+  T* rep = const_cast<T*>(RepRow<T>(p, seq, kv_head, block));
+  for (int c = threadIdx.x; c < kDim; c += blockDim.x) {
+    float keys[kBlock];
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) keys[i] = ToFloat(k[i * p.k_token_stride + c]);
+    // The order of the sums is that of the prefill's kernel, so that both give the same bits.
+    constexpr int kSums = 256 / kDim;
+    float sum[kSums] = {};
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      sum[i % kSums] = fmaf(mean_weight + (flagged >> i & 1 ? flag_weight : 0.f), keys[i], sum[i % kSums]);
+    }
+#pragma unroll
+    for (int step = 1; step < kSums; step *= 2) {
+#pragma unroll
+      for (int i = 0; i < kSums; i += 2 * step) sum[i] += sum[i + step];
+    }
+    rep[c] = FromFloat<T>(sum[0]);
+  }
+}
+
+template <typename T, int kDim, bool kWide>
+__global__ void __launch_bounds__(kWarps * 32) AttendKernel(const __grid_constant__ DecodeParams p, Workspace w) {
+  constexpr int kHalves = kWide ? 2 : 1;
+  constexpr int kRows = kHalves * 8;
+  __shared__ float merged[kWarps][kRows][kDim];
+  __shared__ float2 merged_sums[kWarps][kRows];
+  __shared__ float weights[kMaxSplits][kRows];
+  __shared__ bool last;
+  const int seq = blockIdx.z, kv_head = blockIdx.y, split = blockIdx.x;
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  const Reach reach(p, seq);
+  if (split == gridDim.x - 1) {
+    WriteRepresentative<T, kDim>(p, seq, kv_head, reach.length);
+    WaitForPrevious();
+    return;
+  }
+  const int group = p.num_q_heads / p.num_kv_heads;
+  const int64_t pair = static_cast<int64_t>(seq) * p.num_kv_heads + kv_head;
+  T* const out = static_cast<T*>(p.out) + seq * p.out_token_stride + static_cast<int64_t>(kv_head) * group * p.out_head_stride;
+
+  const int init = reach.dense ? 0 : reach.candidate_begin;
+  const int chosen = reach.dense ? 0 : reach.chosen(p);
+  const int local_begin = reach.dense ? 0 : max(init, reach.own - p.method.local_blocks);
+  const int blocks = reach.length <= 0 ? 0 : init + chosen + reach.own + 1 - local_begin;
+  const int splits = (blocks + kWarps * w.blocks_per_warp - 1) / (kWarps * w.blocks_per_warp);
+  if (split >= max(splits, 1)) {
+    WaitForPrevious();
+    return;
+  }
+  Queries<T, kDim, kWide> q;
+  q.Load(p, seq, kv_head, group, lane);
+
+  float o[kDim / 64][8][4] = {};
+  float maximum[kHalves], sum[kHalves];
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    maximum[half] = -INFINITY;
+    sum[half] = 0;
+  }
+  const float scale = p.method.scale * kLog2e;
+  const int32_t* const selection = (p.selection ? p.selection : w.selection) + pair * p.method.top_k;
+  const int first = (split * kWarps + warp) * w.blocks_per_warp;
+  for (int i = first; i < min(first + w.blocks_per_warp, blocks); ++i) {
+    int block = i;
+    if (i >= init + chosen) {
+      block = local_begin + i - init - chosen;
+    } else if (i >= init) {
+      WaitForPrevious();  // init and local blocks do not wait for the choice
+      block = __ldcg(selection + i - init);
+    }
+    const int tokens = min(kBlock, reach.length - block * kBlock);
+    const Place place(p, seq, block);
+    const T* k = static_cast<const T*>(p.k) + place.page * p.k_page_stride + place.row * p.k_token_stride +
+                 kv_head * p.k_head_stride + lane % 4 * 8;
+    const T* v = static_cast<const T*>(p.v) + place.page * p.v_page_stride + place.row * p.v_token_stride +
+                 kv_head * p.v_head_stride + lane / 4 * 8;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    uint4 keys[2][kDim / 32];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int token = n * 8 + lane / 4;
+#pragma unroll
+      for (int j = 0; j < kDim / 32; ++j) {
+        keys[n][j] =
+            token < tokens ? __ldcs(reinterpret_cast<const uint4*>(k + token * p.k_token_stride + j * 32)) : zero;
+      }
+    }
+    // Lane l takes the tokens whose probabilities it will hold, 8 elements from 8(l/4) on: element e of them is column
+    // l/4 of the e-th product, so that a lane ends up with runs of 8 output elements.
+    uint4 values[kDim / 64][4];
+#pragma unroll
+    for (int i4 = 0; i4 < 4; ++i4) {
+      const int token = lane % 4 * 2 + i4 % 2 + i4 / 2 * 8;
+#pragma unroll
+      for (int c = 0; c < kDim / 64; ++c) {
+        values[c][i4] =
+            token < tokens ? __ldcs(reinterpret_cast<const uint4*>(v + token * p.v_token_stride + c * 64)) : zero;
+      }
+    }
+    float s[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < kDim / 32; ++j) {
+      q.Multiply(s[0], j, keys[0][j]);
+      q.Multiply(s[1], j, keys[1][j]);
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[n][e] = n * 8 + lane % 4 * 2 + e % 2 < tokens ? s[n][e] * scale : -INFINITY;
+      }
+    }
+    uint32_t probabilities[4] = {};
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      float top = fmaxf(fmaxf(s[0][half * 2], s[0][half * 2 + 1]), fmaxf(s[1][half * 2], s[1][half * 2 + 1]));
+      top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
+      top = fmaxf(top, maximum[half]);
+      const float shrink = Exp2(maximum[half] - top);
+      maximum[half] = top;
+      float x[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = Exp2(s[e / 2][half * 2 + e % 2] - top);
+      sum[half] = sum[half] * shrink + (x[0] + x[1]) + (x[2] + x[3]);
+      probabilities[half] = Pack<T>(x[0], x[1]);
+      probabilities[half + 2] = Pack<T>(x[2], x[3]);
+#pragma unroll
+      for (int c = 0; c < kDim / 64; ++c) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          o[c][e][half * 2] *= shrink;
+          o[c][e][half * 2 + 1] *= shrink;
+        }
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kDim / 64; ++c) {
+      const uint32_t* a = reinterpret_cast<const uint32_t*>(&values[c][0]);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const uint32_t pick = e % 2 == 0 ? 0x5410 : 0x7632;
+        const uint32_t b0 = __byte_perm(a[e / 2], a[4 + e / 2], pick);
+        const uint32_t b1 = __byte_perm(a[8 + e / 2], a[12 + e / 2], pick);
+        Mma<T>(o[c][e], probabilities[0], probabilities[1], probabilities[2], probabilities[3], b0, b1);
+      }
+    }
+  }
+
+  WaitForPrevious();  // for the counter below, which it cleared
+
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    sum[half] += __shfl_xor_sync(kFullWarp, sum[half], 1);
+    sum[half] += __shfl_xor_sync(kFullWarp, sum[half], 2);
+    const int row = lane / 4 + half * 8;
+    if (lane % 4 == 0) merged_sums[warp][row] = make_float2(maximum[half], sum[half]);
+#pragma unroll
+    for (int c = 0; c < kDim / 64; ++c) {
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        float4* to = reinterpret_cast<float4*>(&merged[warp][row][c * 64 + lane % 4 * 16 + column * 8]);
+        const int e = half * 2 + column;
+        to[0] = make_float4(o[c][0][e], o[c][1][e], o[c][2][e], o[c][3][e]);
+        to[1] = make_float4(o[c][4][e], o[c][5][e], o[c][6][e], o[c][7][e]);
+      }
+    }
+  }
+  __syncthreads();
+  const int64_t slot = pair * w.splits + split;
+  for (int i = tid; i < group * kDim; i += kWarps * 32) {
+    const int row = i / kDim, c = i % kDim;
+    float top = merged_sums[0][row].x;
+#pragma unroll
+    for (int n = 1; n < kWarps; ++n) top = fmaxf(top, merged_sums[n][row].x);
+    const float base = top == -INFINITY ? 0 : top;
+    float value = 0, total = 0;
+#pragma unroll
+    for (int n = 0; n < kWarps; ++n) {
+      const float weight = Exp2(merged_sums[n][row].x - base);
+      value += weight * merged[n][row][c];
+      total += weight * merged_sums[n][row].y;
+    }
+    if (splits <= 1) {
+      out[row * p.out_head_stride + c] = FromFloat<T>(total > 0 ? value / total : 0);
+      if (c == 0 && p.lse != nullptr) {
+        p.lse[static_cast<int64_t>(seq) * p.num_q_heads + kv_head * group + row] = (top + log2f(total)) * kLn2;
+      }
+    } else {
+      w.partial[slot * group * kDim + i] = value;
+      if (c == 0) w.partial_sums[slot * group + row] = make_float2(top, total);
+    }
+  }
+  if (splits <= 1) return;
+
+  // The thread block that finishes last merges all, always in the order of the splits.
+  __threadfence();
+  __syncthreads();
+  if (tid == 0) last = atomicAdd(w.finished + pair, 1) == splits - 1;
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int row = warp; row < group; row += kWarps) {
+    float top = -INFINITY;
+    for (int i = lane; i < splits; i += 32) {
+      top = fmaxf(top, __ldcg(&w.partial_sums[(pair * w.splits + i) * group + row]).x);
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
+    float total = 0;
+    for (int i = lane; i < splits; i += 32) {
+      const float2 part = __ldcg(&w.partial_sums[(pair * w.splits + i) * group + row]);
+      const float weight = Exp2(part.x - top);
+      weights[i][row] = weight;
+      total += weight * part.y;
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
+    __syncwarp();
+    for (int i = lane; i < splits; i += 32) weights[i][row] /= total;
+    if (lane == 0 && p.lse != nullptr) {
+      p.lse[static_cast<int64_t>(seq) * p.num_q_heads + kv_head * group + row] = (top + log2f(total)) * kLn2;
+    }
+  }
+  __syncthreads();
+  for (int i = tid; i < group * kDim; i += kWarps * 32) {
+    const int row = i / kDim;
+    const float* partial = w.partial + pair * w.splits * group * kDim + i;
+    float value = 0;
+#pragma unroll 8
+    for (int n = 0; n < splits; ++n) value = fmaf(weights[n][row], __ldcg(partial + n * group * kDim), value);
+    out[row * p.out_head_stride + i % kDim] = FromFloat<T>(value);
+  }
+}
+
+template <typename... Args>
+cudaError_t Launch(void (*kernel)(Args...), dim3 grid, int threads, size_t shared, bool overlap, cudaStream_t stream,
+                   Args... args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = overlap ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+template <typename T, int kDim, bool kWide>
+cudaError_t Run(const DecodeParams& p, const Workspace& w, cudaStream_t stream) {
+  const auto heads = static_cast<unsigned>(p.num_kv_heads), seqs = static_cast<unsigned>(p.num_seqs);
+  cudaError_t status;
+  if (Chooses(p)) {
+    const unsigned parts = static_cast<unsigned>(w.score_stride / kWarpReps + kWarps - 1) / kWarps;
+    status = Launch(ScoresKernel<T, kDim, kWide>, dim3(parts, heads, seqs), kWarps * 32, 0, false, stream, p, w);
+    if (status != cudaSuccess) return status;
+    const size_t shared = std::min(w.score_stride, kCachedScores) * sizeof(uint32_t);
+    status = cudaFuncSetAttribute(TopKKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(kCachedScores * sizeof(uint32_t)));
+    if (status != cudaSuccess) return status;
+    status = Launch(TopKKernel, dim3(heads, seqs), kTopKThreads, shared, true, stream, p, w);
+  } else {
+    status = cudaMemsetAsync(w.finished, 0, static_cast<size_t>(p.num_seqs) * p.num_kv_heads * sizeof(int32_t), stream);
+    if (status == cudaSuccess && p.method.top_k > 0) {
+      // Short sequences still list their candidates.
+      status = Launch(TopKKernel, dim3(heads, seqs), kTopKThreads, 0, false, stream, p, w);
+    }
+  }
+  if (status != cudaSuccess) return status;
+  const bool overlap = Chooses(p) || p.method.top_k > 0;
+  return Launch(AttendKernel<T, kDim, kWide>, dim3(static_cast<unsigned>(w.splits) + 1, heads, seqs), kWarps * 32, 0,
+                overlap, stream, p, w);
+}
+
+template <typename T>
+cudaError_t RunDim(const DecodeParams& p, const Workspace& w, cudaStream_t stream) {
+  const bool wide = p.num_q_heads / p.num_kv_heads > 8;
+  if (p.head_dim == 64) return wide ? Run<T, 64, true>(p, w, stream) : Run<T, 64, false>(p, w, stream);
+  return wide ? Run<T, 128, true>(p, w, stream) : Run<T, 128, false>(p, w, stream);
+}
+
+bool Supported(const DecodeParams& p) {
+  const MethodParams& m = p.method;
+  return (p.dtype == PHSA_F16 || p.dtype == PHSA_BF16) && (p.head_dim == 64 || p.head_dim == 128) && p.num_seqs > 0 &&
+         p.num_seqs <= 65535 && p.num_kv_heads > 0 && p.num_q_heads % p.num_kv_heads == 0 &&
+         p.num_q_heads / p.num_kv_heads <= kMaxGroup && p.max_kv_len > 0 && m.top_k >= 0 && m.top_k <= kMaxTopK &&
+         m.init_blocks >= 0 && m.local_blocks >= 0 && m.scale > 0 && p.page_size >= 0 && p.page_size % kBlock == 0 &&
+         (p.group_reduce == PHSA_GROUP_SUM || p.group_reduce == PHSA_GROUP_MAX);
+}
+
+}  // namespace
+
+size_t DecodeWorkspaceSize(const DecodeParams& params) {
+  if (!Supported(params)) return 0;
+  Workspace w;
+  return Layout(params, &w);
+}
+
+cudaError_t Decode(const DecodeParams& params, cudaStream_t stream) {
+  if (!Supported(params)) return cudaErrorInvalidValue;
+  Workspace w;
+  if (Layout(params, &w) > params.workspace_size) return cudaErrorInvalidValue;
+  return params.dtype == PHSA_BF16 ? RunDim<__nv_bfloat16>(params, w, stream) : RunDim<__half>(params, w, stream);
+}
+
+}  // namespace phsa::cuda

@@ -1,0 +1,94 @@
+// Representatives: one weighted sum of each block's 16 keys. Bound by memory: every key is read once, 1/16 is written.
+#include "device.cuh"
+
+namespace phsa::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// One half-warp reads every second key of a (block, head): 16 bytes a lane, a whole row a half-warp at head_dim 128.
+// At head_dim 64 a quarter-warp does. Heads are the fastest index, so that a CTA reads whole token rows.
+template <typename T, int kHeadDim>
+__global__ __launch_bounds__(kThreads) void RepresentKernel(const __grid_constant__ ForwardParams p, bool all_blocks) {
+  constexpr int kLanes = kHeadDim / 8;      // lanes that hold one row
+  constexpr int kRows = 32 / kLanes;        // rows a warp reads at once
+  const int seq = blockIdx.y;
+  const int lane = threadIdx.x % 32;
+  const int kv_heads = p.shape.num_kv_heads;
+  const int kv_len = p.batch.kv_lens[seq];
+  const int q_len = p.batch.cu_q[seq + 1] - p.batch.cu_q[seq];
+  const int first = all_blocks ? 0 : (kv_len - q_len) / kBlock;
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+  const int block = first + static_cast<int>(item / kv_heads);
+  const int head = static_cast<int>(item % kv_heads);
+  if (block >= kv_len / kBlock) return;
+
+  const T* k = static_cast<const T*>(p.k.data) + BlockOffset(p.batch, p.k, seq, block) + head * p.k.head_stride;
+  const int piece = lane % kLanes;
+  const int row0 = lane / kLanes;
+  uint4 key[kBlock / kRows];
+#pragma unroll
+  for (int i = 0; i < kBlock / kRows; ++i) {
+    key[i] = *reinterpret_cast<const uint4*>(k + (i * kRows + row0) * p.k.token_stride + piece * 8);
+  }
+
+  uint32_t flags = 0;
+  if (p.flags != nullptr) {
+    Rows rows{nullptr, 1, 0, p.flags_page_stride};
+    const uint8_t* f = p.flags + BlockOffset(p.batch, rows, seq, block);
+    flags = __ballot_sync(~0u, lane < kBlock && f[lane % kBlock] != 0);
+  }
+  const int count = __popc(flags);
+  const float lambda = count > 0 ? p.lambda[head] : 1.0f;
+  const float plain = lambda / kBlock;
+  const float extra = count > 0 ? (1.0f - lambda) / count : 0.0f;
+
+  float sum[8] = {};
+#pragma unroll
+  for (int i = 0; i < kBlock / kRows; ++i) {
+    const float weight = plain + ((flags >> (i * kRows + row0)) & 1 ? extra : 0.0f);
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(&key[i]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 x = Convert<T>::Unpack(words[j]);
+      sum[2 * j] = fmaf(weight, x.x, sum[2 * j]);
+      sum[2 * j + 1] = fmaf(weight, x.y, sum[2 * j + 1]);
+    }
+  }
+#pragma unroll
+  for (int step = kLanes; step < 32; step *= 2) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum[j] += __shfl_xor_sync(~0u, sum[j], step);
+  }
+  if (row0 == 0) {
+    T* out = static_cast<T*>(p.reps.data) + RepOffset(p.batch, p.reps, seq, block) + head * p.reps.head_stride;
+    uint4 packed;
+    packed.x = Convert<T>::Pack(sum[0], sum[1]);
+    packed.y = Convert<T>::Pack(sum[2], sum[3]);
+    packed.z = Convert<T>::Pack(sum[4], sum[5]);
+    packed.w = Convert<T>::Pack(sum[6], sum[7]);
+    *reinterpret_cast<uint4*>(out + piece * 8) = packed;
+  }
+}
+
+template <typename T, int kHeadDim>
+cudaError_t Launch(const ForwardParams& p, bool all_blocks, cudaStream_t stream) {
+  const int64_t blocks = all_blocks ? p.batch.max_kv_len / kBlock : p.batch.max_q_len / kBlock + 1;
+  const int64_t items = blocks * p.shape.num_kv_heads;
+  const dim3 grid(static_cast<unsigned>((items + kThreads / 32 - 1) / (kThreads / 32)), p.batch.num_seqs);
+  if (grid.x == 0 || grid.y == 0) return cudaSuccess;
+  RepresentKernel<T, kHeadDim><<<grid, kThreads, 0, stream>>>(p, all_blocks);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t Represent(const ForwardParams& p, bool all_blocks, cudaStream_t stream) {
+  const bool bf = p.shape.dtype == Dtype::kBf16;
+  if (p.shape.head_dim == 128) {
+    return bf ? Launch<bf16, 128>(p, all_blocks, stream) : Launch<half, 128>(p, all_blocks, stream);
+  }
+  return bf ? Launch<bf16, 64>(p, all_blocks, stream) : Launch<half, 64>(p, all_blocks, stream);
+}
+
+}  // namespace phsa::cuda

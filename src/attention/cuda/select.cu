@@ -1,0 +1,728 @@
+// Scores, group softmax and top-K: exact, and never queries × blocks in memory.
+//
+// A group's score needs every head's normaliser, so the scores are needed twice. Two kernels:
+//  1. Statistics: all scores by tensor cores; keeps per row (query and head) the log-sum-exp and, per set of 16
+//     representatives, the largest score of a candidate (1/16 of the scores, as fp16 rounded up).
+//  2. Choose: from those maxima, per query, a lower bound of the K-th best group score: the group's score at a set's
+//     best block is at least one head's share of it, so the K-th largest of max_h p_h over the sets is such a bound. Only
+//     sets whose upper bound Σ_h p_h reaches it are scored again, by the warp that owns their 16 rows.
+//
+// A unit is 16 rows, the M of one tensor-core product: kPadded heads (the group rounded up to a power of two) × 16 /
+// kPadded queries, row = head · queries + query. A set is the 16 representatives whose scores one lane of the product
+// holds, of a window of 64: {8j + 2c, 8j + 2c + 1}, so that its maximum costs no shuffle.
+#include <algorithm>
+
+#include "device.cuh"
+#include "wgmma.cuh"
+
+namespace phsa::cuda {
+namespace {
+
+constexpr int kWindow = 64;          // representatives per window
+constexpr int kUnits = 16;           // units per tile
+constexpr int kChooseWarps = 4;
+constexpr int kBins = 256;           // of the histogram of lower bounds: quarters of a power of two, down to 2^-64
+constexpr int kCandidates = 128;     // per query, before the best K are kept; at least 64 + 16
+constexpr float kSlack = 1e-3f;      // log2 units: the two kernels round their products differently
+
+struct Group {
+  int32_t size;     // heads that choose together
+  int32_t padded;   // next power of two
+  int32_t queries;  // of a unit
+  int32_t kv_div;   // selection heads per KV head
+};
+
+struct SelectArgs {
+  ForwardParams p;
+  Group group;
+  int32_t tile_begin, tile_end;
+  int32_t windows;     // per unit in `maxima`
+  uint32_t* maxima;    // [unit][windows][32 lanes]: two fp16, rows r and r + 8
+  float* lse2;         // [unit][16], log2 units; +inf in rows of no head
+  bool all;            // score even where the candidates all fit, because the scores are wanted
+};
+
+__device__ __forceinline__ bool NeedsScores(const SelectArgs& args, int32_t b) {
+  if (args.all) return !BelowDense(args.p.shape, b) && CandidateEnd(args.p.shape, b) > args.p.shape.init_blocks;
+  return !ReadsAll(args.p.shape, b);
+}
+
+// Row r of a unit whose first query is `q0` of the sequence: where its vector lies, or NULL where there is none.
+template <typename T>
+__device__ __forceinline__ const T* QueryRow(const SelectArgs& args, const SequenceView& view, int32_t head, int32_t q0,
+                                             int32_t r) {
+  const int32_t h = r / args.group.queries;
+  const int32_t q = q0 + r % args.group.queries;
+  if (h >= args.group.size || q >= view.q_len) return nullptr;
+  return static_cast<const T*>(args.p.q.data) + (view.q_start + static_cast<int64_t>(q)) * args.p.q.token_stride +
+         (static_cast<int64_t>(head) * args.group.size + h) * args.p.q.head_stride;
+}
+
+// Fragments of A for rows r and r + 8 in the plain order of k.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void LoadRows(const T* row0, const T* row1, int c, uint32_t (&a)[kHeadDim / 16][4]) {
+#pragma unroll
+  for (int k = 0; k < kHeadDim / 16; ++k) {
+    const int at = k * 16 + 2 * c;
+    a[k][0] = row0 ? *reinterpret_cast<const uint32_t*>(row0 + at) : 0;
+    a[k][1] = row1 ? *reinterpret_cast<const uint32_t*>(row1 + at) : 0;
+    a[k][2] = row0 ? *reinterpret_cast<const uint32_t*>(row0 + at + 8) : 0;
+    a[k][3] = row1 ? *reinterpret_cast<const uint32_t*>(row1 + at + 8) : 0;
+  }
+}
+
+// What a lane keeps of the two rows it holds: over its own columns only, joined at the end.
+struct RowPair {
+  float max[2], sum[2];
+  int32_t b[2], end[2];  // own block, and where the candidates end
+};
+
+__device__ __forceinline__ void InitRows(const SelectArgs& args, const SequenceView& view, int32_t q0, int r,
+                                         RowPair& rows) {
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const int32_t q = min(q0 + (r + 8 * e) % args.group.queries, view.q_len - 1);
+    rows.b[e] = (view.first_position() + q) / kBlock;
+    rows.end[e] = CandidateEnd(args.p.shape, rows.b[e]);
+    rows.max[e] = -INFINITY;
+    rows.sum[e] = 0.0f;
+  }
+}
+
+// Takes in the scores of one window. `kMasked`: some columns are no candidates, or lie in or after the row's own block.
+template <bool kMasked>
+__device__ __forceinline__ uint32_t TakeWindow(float (&acc)[8][4], RowPair& rows, float scale2, int32_t first,
+                                               int32_t init, int c) {
+  half bound[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    float set_max = -INFINITY;
+    float max_all;
+    if constexpr (kMasked) {
+      max_all = -INFINITY;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int32_t t = first + 8 * j + 2 * c + i;
+          float& s = acc[j][2 * e + i];
+          if (t >= rows.b[e]) s = -INFINITY;
+          max_all = fmaxf(max_all, s);
+          if (t >= init && t < rows.end[e]) set_max = fmaxf(set_max, s);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) set_max = fmaxf(set_max, fmaxf(acc[j][2 * e], acc[j][2 * e + 1]));
+      max_all = set_max;
+    }
+    bound[e] = __float2half_ru(set_max * scale2);
+    const float old = rows.max[e];
+    const float now = fmaxf(old, max_all * scale2);
+    rows.max[e] = now;
+    const float base = kMasked && now == -INFINITY ? 0.0f : now;
+    float sum0 = rows.sum[e] * Exp2(old - base), sum1 = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      sum0 += Exp2(fmaf(acc[j][2 * e], scale2, -base));
+      sum1 += Exp2(fmaf(acc[j][2 * e + 1], scale2, -base));
+    }
+    rows.sum[e] = sum0 + sum1;
+  }
+  const half2 both = __halves2half2(bound[0], bound[1]);
+  return reinterpret_cast<const uint32_t&>(both);
+}
+
+// Joins the four lanes of each row and writes the unit's log-sum-exp.
+__device__ __forceinline__ void FinishRows(const SelectArgs& args, const RowPair& rows, int64_t unit, int r, int c) {
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    float most = rows.max[e];
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+    float sum = most == -INFINITY ? 0.0f : rows.sum[e] * Exp2(rows.max[e] - most);
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    const int row = r + 8 * e;
+    const bool real = row / args.group.queries < args.group.size;
+    if (c == 0) args.lse2[unit * 16 + row] = real ? most + log2f(sum) : INFINITY;
+  }
+}
+
+// A tile as both Statistics kernels see it.
+struct StatisticsTile {
+  SequenceView view;
+  int32_t q0;        // first query, inside the sequence
+  int32_t windows;   // that hold a block before the last query's own
+  int64_t unit;      // first unit, in the buffers of this chunk
+  bool work;
+};
+
+__device__ __forceinline__ StatisticsTile FindStatisticsTile(const SelectArgs& args) {
+  StatisticsTile tile;
+  // The last tiles see the most representatives: they start first.
+  const int32_t index = args.tile_end - 1 - static_cast<int32_t>(blockIdx.x);
+  const int32_t queries = kUnits * args.group.queries;
+  tile.q0 = FindTile(args.p.batch, index, queries, tile.view);
+  tile.work = tile.q0 >= 0;
+  if (!tile.work) return tile;
+  const int32_t last = min(tile.q0 + queries, tile.view.q_len) - 1;
+  const int32_t b = (tile.view.first_position() + last) / kBlock;
+  tile.work = NeedsScores(args, b);
+  tile.windows = (b + kWindow - 1) / kWindow;
+  tile.unit = (static_cast<int64_t>(index - args.tile_begin) * args.p.shape.selection_heads + blockIdx.y) * kUnits;
+  return tile;
+}
+
+// Copies `kRows` representatives from `first` on into a swizzled tile; rows from `end` on become zero.
+template <typename T, int kHeadDim, int kRows, int kThreads>
+__device__ __forceinline__ void CopyReps(const SelectArgs& args, const SequenceView& view, int32_t kv_head, int32_t first,
+                                         int32_t end, uint32_t shared) {
+  constexpr int kPieces = kHeadDim / 8;
+  const T* reps = static_cast<const T*>(args.p.reps.data) + kv_head * args.p.reps.head_stride;
+#pragma unroll
+  for (int i = 0; i < kRows * kPieces / kThreads; ++i) {
+    const int at = threadIdx.x + i * kThreads;
+    const int row = at / kPieces;
+    const int piece = at % kPieces;
+    const int32_t t = min(first + row, end - 1);
+    CopyAsync16(shared + TileOffset(row, piece, kRows * 128),
+                reps + RepOffset(args.p.batch, args.p.reps, view.seq, t) + piece * 8, first + row < end);
+  }
+}
+
+// The plain path: 8 warps of 32 rows each, mma.sync.
+template <typename T, int kHeadDim>
+__global__ __launch_bounds__(256, 1) void StatisticsKernel(const __grid_constant__ SelectArgs args) {
+  constexpr int kStages = 3;
+  constexpr uint32_t kStageBytes = kWindow * kHeadDim * 2;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const StatisticsTile tile = FindStatisticsTile(args);
+  if (!tile.work) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int r = lane / 4, c = lane % 4;
+  const int32_t head = blockIdx.y;
+  const int32_t kv_head = head / args.group.kv_div;
+  const int32_t reps_end = tile.view.kv_len / kBlock;
+  const uint32_t base = SharedAddress(shared);
+  const float scale2 = args.p.shape.scale * kLog2e;
+  const int32_t init = args.p.shape.init_blocks;
+
+  for (int s = 0; s < kStages - 1; ++s) {
+    if (s < tile.windows) {
+      CopyReps<T, kHeadDim, kWindow, 256>(args, tile.view, kv_head, s * kWindow, reps_end, base + s * kStageBytes);
+    }
+    CommitCopies();
+  }
+
+  uint32_t a[2][kHeadDim / 16][4];
+  RowPair rows[2];
+  int32_t fast_end = 1 << 30;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    const int32_t q0 = tile.q0 + (2 * warp + m) * args.group.queries;
+    LoadRows<T, kHeadDim>(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c,
+                          a[m]);
+    InitRows(args, tile.view, q0, r, rows[m]);
+    fast_end = min(fast_end, min(rows[m].end[0], rows[m].end[1]));
+  }
+  fast_end = __reduce_min_sync(~0u, fast_end);
+  uint32_t* maxima = args.maxima + (tile.unit + 2 * warp) * args.windows * 32 + lane;
+
+  for (int w = 0; w < tile.windows; ++w) {
+    WaitCopies<kStages - 2>();
+    __syncthreads();
+    const int next = w + kStages - 1;
+    if (next < tile.windows) {
+      CopyReps<T, kHeadDim, kWindow, 256>(args, tile.view, kv_head, next * kWindow, reps_end,
+                                          base + next % kStages * kStageBytes);
+    }
+    CommitCopies();
+
+    const uint32_t stage = base + w % kStages * kStageBytes;
+    float acc[2][8][4] = {};
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) {
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        uint32_t b[4];
+        const int row = 8 * j + (lane & 7) + ((lane >> 4) << 3);
+        LoadMatrix(b, stage + TileOffset(row, 2 * k + ((lane >> 3) & 1), kWindow * 128));
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          Mma<T>(acc[m][j], a[m][k], b[0], b[1]);
+          Mma<T>(acc[m][j + 1], a[m][k], b[2], b[3]);
+        }
+      }
+    }
+    const int32_t first = w * kWindow;
+    const bool fast = first >= init && first + kWindow <= fast_end;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const uint32_t bound = fast ? TakeWindow<false>(acc[m], rows[m], scale2, first, init, c)
+                                  : TakeWindow<true>(acc[m], rows[m], scale2, first, init, c);
+      maxima[(static_cast<int64_t>(m) * args.windows + w) * 32] = bound;
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < 2; ++m) FinishRows(args, rows[m], tile.unit + 2 * warp + m, r, c);
+}
+
+// Hopper: 4 warpgroups of 64 rows each, wgmma. While the tensor cores work for one warpgroup, the others' scores go
+// through the softmax: exponentials (16 a clock) and products (16 scores a clock at head_dim 128) take the same time.
+constexpr int kWgThreads = 512;
+constexpr int kWgStageWindows = 2;
+constexpr int kWgStages = 3;
+
+template <typename T, int kHeadDim>
+__global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __grid_constant__ SelectArgs args) {
+#ifdef PHSA_SM90A
+  constexpr int kRows = kWindow * kWgStageWindows;
+  constexpr uint32_t kStageBytes = kRows * kHeadDim * 2;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const StatisticsTile tile = FindStatisticsTile(args);
+  if (!tile.work) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int r = lane / 4, c = lane % 4;
+  const int32_t head = blockIdx.y;
+  const int32_t kv_head = head / args.group.kv_div;
+  const int32_t reps_end = tile.view.kv_len / kBlock;
+  const uint32_t base = SharedAddress(shared);
+  const float scale2 = args.p.shape.scale * kLog2e;
+  const int32_t init = args.p.shape.init_blocks;
+  const int stages = (tile.windows + kWgStageWindows - 1) / kWgStageWindows;
+
+  for (int s = 0; s < kWgStages - 1; ++s) {
+    if (s < stages) {
+      CopyReps<T, kHeadDim, kRows, kWgThreads>(args, tile.view, kv_head, s * kRows, reps_end, base + s * kStageBytes);
+    }
+    CommitCopies();
+  }
+
+  uint32_t a[kHeadDim / 16][4];
+  RowPair rows;
+  const int32_t q0 = tile.q0 + warp * args.group.queries;
+  LoadRows<T, kHeadDim>(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c, a);
+  InitRows(args, tile.view, q0, r, rows);
+  const int32_t fast_end = __reduce_min_sync(~0u, min(rows.end[0], rows.end[1]));
+  uint32_t* maxima = args.maxima + (tile.unit + warp) * args.windows * 32 + lane;
+
+  for (int s = 0; s < stages; ++s) {
+    WaitCopies<kWgStages - 2>();
+    FenceAsyncProxy();
+    __syncthreads();
+    const int next = s + kWgStages - 1;
+    if (next < stages) {
+      CopyReps<T, kHeadDim, kRows, kWgThreads>(args, tile.view, kv_head, next * kRows, reps_end,
+                                               base + next % kWgStages * kStageBytes);
+    }
+    CommitCopies();
+    const uint32_t stage = base + s % kWgStages * kStageBytes;
+#pragma unroll 1
+    for (int i = 0; i < kWgStageWindows; ++i) {
+      float acc[8][4];
+      WgmmaFence();
+#pragma unroll
+      for (int k = 0; k < kHeadDim / 16; ++k) {
+        const uint32_t at = stage + i * (kWindow * 128) + (k / 4) * (kRows * 128) + (k % 4) * 32;
+        Wgmma<T, false>(acc, a[k], Descriptor(at, 16, 1024), k > 0);
+      }
+      WgmmaCommit();
+      WgmmaWait<0>();
+      Pin(acc);
+      const int32_t first = (s * kWgStageWindows + i) * kWindow;
+      const bool fast = first >= init && first + kWindow <= fast_end;
+      *maxima = fast ? TakeWindow<false>(acc, rows, scale2, first, init, c)
+                     : TakeWindow<true>(acc, rows, scale2, first, init, c);
+      maxima += 32;
+    }
+  }
+  FinishRows(args, rows, tile.unit + warp, r, c);
+#endif
+}
+
+// A candidate as one integer: the better score is the larger, then the lower block.
+__device__ __forceinline__ uint64_t CandidateKey(float score, int32_t t) {
+  return static_cast<uint64_t>(__float_as_uint(score)) << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(t));
+}
+__device__ __forceinline__ int32_t KeyBlock(uint64_t key) {
+  return static_cast<int32_t>(0xFFFFFFFFu - static_cast<uint32_t>(key));
+}
+__device__ __forceinline__ float KeyScore(uint64_t key) { return __uint_as_float(static_cast<uint32_t>(key >> 32)); }
+
+// One warp keeps the best `keep` of `count` (at most kCandidates) candidates, best first.
+__device__ inline void KeepBest(uint64_t* candidates, int count, int keep, int lane) {
+  constexpr int kPer = kCandidates / 32;
+  uint64_t key[kPer];
+  int rank[kPer];
+#pragma unroll
+  for (int j = 0; j < kPer; ++j) {
+    const int at = j * 32 + lane;
+    key[j] = at < count ? candidates[at] : 0;
+    rank[j] = at < count ? 0 : kCandidates;
+  }
+  const int per = (count + 31) / 32;
+  if (per <= 1) {
+    for (int i = 0; i < count; ++i) rank[0] += candidates[i] > key[0];
+  } else {
+    for (int i = 0; i < count; ++i) {
+      const uint64_t other = candidates[i];
+#pragma unroll
+      for (int j = 0; j < kPer; ++j) {
+        if (j < per) rank[j] += other > key[j];
+      }
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < kPer; ++j) {
+    if (rank[j] < keep) candidates[rank[j]] = key[j];
+  }
+  __syncwarp();
+}
+
+template <int kPadded>
+__device__ __forceinline__ float GroupMax(float x) {
+  if constexpr (kPadded >= 4) x = fmaxf(x, __shfl_xor_sync(~0u, x, 16));
+  if constexpr (kPadded >= 8) x = fmaxf(x, __shfl_xor_sync(~0u, x, 8));
+  if constexpr (kPadded >= 16) x = fmaxf(x, __shfl_xor_sync(~0u, x, 4));
+  return x;
+}
+template <int kPadded>
+__device__ __forceinline__ float GroupSum(float x) {
+  if constexpr (kPadded >= 4) x += __shfl_xor_sync(~0u, x, 16);
+  if constexpr (kPadded >= 8) x += __shfl_xor_sync(~0u, x, 8);
+  if constexpr (kPadded >= 16) x += __shfl_xor_sync(~0u, x, 4);
+  return x;
+}
+
+// One warp a unit. A lane (r, c) follows the query of its row r; with groups of one, that of row r + 8 as well.
+template <typename T, int kHeadDim, int kPadded>
+__global__ __launch_bounds__(kChooseWarps * 32) void ChooseKernel(const __grid_constant__ SelectArgs args) {
+  constexpr int kQueries = 16 / kPadded;
+  constexpr int kFollowed = kPadded == 1 ? 2 : 1;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int r = lane / 4, c = lane % 4;
+  uint64_t* candidates = reinterpret_cast<uint64_t*>(shared) + warp * (kQueries * kCandidates);
+  uint32_t* histogram = reinterpret_cast<uint32_t*>(candidates);
+  int* counts = reinterpret_cast<int*>(shared + kChooseWarps * kQueries * kCandidates * 8) + warp * kQueries;
+  static_assert(kBins * sizeof(uint32_t) == kCandidates * sizeof(uint64_t));
+
+  const Shape& shape = args.p.shape;
+  const int32_t index = args.tile_end - 1 - static_cast<int32_t>(blockIdx.x) / (kUnits / kChooseWarps);
+  const int unit_in_tile = static_cast<int>(blockIdx.x) % (kUnits / kChooseWarps) * kChooseWarps + warp;
+  const int32_t head = blockIdx.y;
+  SequenceView view;
+  const int32_t tile_q0 = FindTile(args.p.batch, index, kUnits * kQueries, view);
+  if (tile_q0 < 0) return;
+  const int32_t q0 = tile_q0 + unit_in_tile * kQueries;
+  if (q0 >= view.q_len) return;
+  const int64_t unit =
+      (static_cast<int64_t>(index - args.tile_begin) * shape.selection_heads + head) * kUnits + unit_in_tile;
+  const int32_t top_k = shape.top_k, init = shape.init_blocks;
+  const int64_t list0 = ((view.q_start + static_cast<int64_t>(q0)) * shape.selection_heads + head) * top_k;
+  const int64_t list_stride = static_cast<int64_t>(shape.selection_heads) * top_k;
+
+  int32_t end[kFollowed];
+  bool active[kFollowed];
+  bool any = false;
+#pragma unroll
+  for (int f = 0; f < kFollowed; ++f) {
+    const int32_t q = q0 + (r + 8 * f) % kQueries;
+    const int32_t b = (view.first_position() + q) / kBlock;
+    end[f] = CandidateEnd(shape, b);
+    active[f] = q < view.q_len && NeedsScores(args, b);
+    any |= active[f];
+  }
+  any = __any_sync(~0u, any);
+
+  // Lists that need no scores: none below dense_below, all candidates elsewhere.
+  for (int q = 0; q < kQueries && q0 + q < view.q_len; ++q) {
+    const int32_t b = (view.first_position() + q0 + q) / kBlock;
+    if (NeedsScores(args, b)) continue;
+    const int32_t count = BelowDense(shape, b) ? 0 : CandidateEnd(shape, b) - init;
+    for (int i = lane; i < top_k; i += 32) {
+      args.p.selection[list0 + q * list_stride + i] = i < count ? init + i : -1;
+      if (args.p.selection_scores) args.p.selection_scores[list0 + q * list_stride + i] = 0.0f;
+    }
+  }
+  if (!any) return;
+
+  const float lse0 = args.lse2[unit * 16 + r], lse1 = args.lse2[unit * 16 + r + 8];
+  const uint32_t* maxima = args.maxima + unit * args.windows * 32 + lane;
+  const int32_t last = min(q0 + kQueries, view.q_len) - 1;
+  const int32_t end_all = CandidateEnd(shape, (view.first_position() + last) / kBlock);
+  const int w_begin = init / kWindow, w_end = (end_all + kWindow - 1) / kWindow;
+
+  // Pass 1 over the maxima: the K-th largest lower bound, to a quarter of a power of two.
+  for (int i = lane; i < kQueries * kBins; i += 32) histogram[i] = 0;
+  __syncwarp();
+  const auto count_bound = [&](int query, float bound, bool owner) {
+    // Below the last bin nothing is counted: the threshold is 0 then.
+    const int bin = static_cast<int>(fminf(fmaxf(-bound * 4.0f, 0.0f), 1024.0f));
+    if (owner && bin < kBins) atomicAdd(&histogram[query * kBins + bin], 1u);
+  };
+#pragma unroll 4
+  for (int w = w_begin; w < w_end; ++w) {
+    const uint32_t packed = maxima[static_cast<int64_t>(w) * 32];
+    const float2 most = __half22float2(reinterpret_cast<const half2&>(packed));
+    const float x0 = most.x - fabsf(most.x) * 0x1p-10f - kSlack - lse0;
+    const float x1 = most.y - fabsf(most.y) * 0x1p-10f - kSlack - lse1;
+    if constexpr (kPadded == 1) {
+      count_bound(r, x0, active[0]);
+      count_bound(r + 8, x1, active[1]);
+    } else {
+      count_bound(r, GroupMax<kPadded>(fmaxf(x0, x1)), active[0] && r < kQueries);
+    }
+  }
+  __syncwarp();
+  float threshold[kFollowed] = {};
+  for (int q = 0; q < kQueries; ++q) {
+    uint32_t bins[8], sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += bins[i] = histogram[q * kBins + lane * 8 + i];
+    uint32_t before = sum;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const uint32_t x = __shfl_up_sync(~0u, before, step);
+      if (lane >= step) before += x;
+    }
+    before -= sum;
+    int bin = kBins;
+    uint32_t total = before;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      total += bins[i];
+      if (bin == kBins && total >= static_cast<uint32_t>(top_k)) bin = lane * 8 + i;
+    }
+    bin = __reduce_min_sync(~0u, bin);
+    const float found = bin < kBins ? Exp2(-0.25f * (bin + 1)) : 0.0f;
+#pragma unroll
+    for (int f = 0; f < kFollowed; ++f) {
+      if ((r + 8 * f) % kQueries == q) threshold[f] = found;
+    }
+  }
+  __syncwarp();
+  if (lane < kQueries) counts[lane] = 0;
+  __syncwarp();
+
+  // A in an order of k that lets every lane load 16 bytes at once; B is loaded in the same order.
+  constexpr int kLoads = kHeadDim / 32;
+  uint4 a0[kLoads], a1[kLoads];
+  {
+    const T* row0 = QueryRow<T>(args, view, head, q0, r);
+    const T* row1 = QueryRow<T>(args, view, head, q0, r + 8);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      a0[i] = row0 ? *reinterpret_cast<const uint4*>(row0 + (i * 4 + c) * 8) : uint4{};
+      a1[i] = row1 ? *reinterpret_cast<const uint4*>(row1 + (i * 4 + c) * 8) : uint4{};
+    }
+  }
+  const float scale2 = shape.scale * kLog2e;
+  const T* reps = static_cast<const T*>(args.p.reps.data) + head / args.group.kv_div * args.p.reps.head_stride + c * 8;
+
+  // Pass 2: score the sets that may hold one of a query's best K.
+  constexpr int kBatch = 8;
+  for (int w0 = w_begin; w0 < w_end; w0 += kBatch) {
+    uint32_t packed[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) packed[i] = w0 + i < w_end ? maxima[static_cast<int64_t>(w0 + i) * 32] : 0xFC00FC00u;
+    uint32_t sets = 0;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float2 most = __half22float2(reinterpret_cast<const half2&>(packed[i]));
+      const float p0 = Exp2(most.x + kSlack - lse0), p1 = Exp2(most.y + kSlack - lse1);
+      bool reaches;
+      if constexpr (kPadded == 1) {
+        reaches = (active[0] && p0 > 0.0f && p0 >= threshold[0]) || (active[1] && p1 > 0.0f && p1 >= threshold[kFollowed - 1]);
+      } else {
+        const float both = shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1);
+        // The sum of bounds may round below the bound of the sum.
+        reaches = active[0] && most.x > -INFINITY && both * (1.0f + 0x1p-20f) >= threshold[0];
+      }
+      uint32_t lanes = __ballot_sync(~0u, reaches);
+      lanes |= lanes >> 16;
+      lanes |= lanes >> 8;
+      lanes |= lanes >> 4;
+      sets |= (lanes & 15u) << (4 * i);
+    }
+    while (sets != 0) {
+      const int bit = __ffs(static_cast<int>(sets)) - 1;
+      sets &= sets - 1;
+      const int32_t first = (w0 + bit / 4) * kWindow + 2 * (bit % 4);
+      uint4 b[2][kLoads];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int32_t t = min(first + 8 * (i * 4 + r / 2) + r % 2, end_all - 1);
+        const T* rep = reps + RepOffset(args.p.batch, args.p.reps, view.seq, t);
+#pragma unroll
+        for (int k = 0; k < kLoads; ++k) b[i][k] = *reinterpret_cast<const uint4*>(rep + k * 32);
+      }
+      float acc[2][4] = {};
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) {
+        const uint32_t even[4] = {a0[k].x, a1[k].x, a0[k].y, a1[k].y};
+        const uint32_t odd[4] = {a0[k].z, a1[k].z, a0[k].w, a1[k].w};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          Mma<T>(acc[i], even, b[i][k].x, b[i][k].y);
+          Mma<T>(acc[i], odd, b[i][k].z, b[i][k].w);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int32_t t = first + 8 * (i * 4 + c) + j;
+          const float p0 = Exp2(fmaf(acc[i][j], scale2, -lse0)), p1 = Exp2(fmaf(acc[i][2 + j], scale2, -lse1));
+          const auto append = [&](int query, float score, int f, bool owner) {
+            if (owner && active[f] && t >= init && t < end[f] && score >= threshold[f]) {
+              const int at = atomicAdd(&counts[query], 1);
+              candidates[query * kCandidates + at] = CandidateKey(score, t);
+            }
+          };
+          if constexpr (kPadded == 1) {
+            append(r, p0, 0, true);
+            append(r + 8, p1, kFollowed - 1, true);
+          } else {
+            const float score = shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1);
+            append(r % kQueries, score, 0, r < kQueries);
+          }
+        }
+      }
+      __syncwarp();
+      // A set adds at most 16 candidates to a query: make room where the next one might not fit.
+      uint32_t full = __ballot_sync(~0u, lane < kQueries && counts[lane % kQueries] > kCandidates - 16);
+      while (full != 0) {
+        const int q = __ffs(static_cast<int>(full)) - 1;
+        full &= full - 1;
+        KeepBest(candidates + q * kCandidates, counts[q], top_k, lane);
+        const float worst = KeyScore(candidates[q * kCandidates + top_k - 1]);
+#pragma unroll
+        for (int f = 0; f < kFollowed; ++f) {
+          if ((r + 8 * f) % kQueries == q) threshold[f] = worst;
+        }
+        if (lane == 0) counts[q] = top_k;
+        __syncwarp();
+      }
+    }
+  }
+
+  // The best K, ascending.
+  for (int q = 0; q < kQueries && q0 + q < view.q_len; ++q) {
+    if (!NeedsScores(args, (view.first_position() + q0 + q) / kBlock)) continue;
+    uint64_t* list = candidates + q * kCandidates;
+    const int count = min(counts[q], top_k);
+    if (counts[q] > top_k) KeepBest(list, counts[q], top_k, lane);
+    const int64_t out = list0 + q * list_stride;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int at = j * 32 + lane;
+      if (at >= top_k) continue;
+      int place = at;
+      if (at < count) {
+        place = 0;
+        const uint64_t key = list[at];
+        for (int i = 0; i < count; ++i) place += KeyBlock(list[i]) < KeyBlock(key);
+      }
+      args.p.selection[out + place] = at < count ? KeyBlock(list[at]) : -1;
+      if (args.p.selection_scores) args.p.selection_scores[out + place] = at < count ? KeyScore(list[at]) : 0.0f;
+    }
+  }
+}
+
+Group MakeGroup(const Shape& shape) {
+  Group group;
+  group.size = shape.num_q_heads / shape.selection_heads;
+  group.padded = 1;
+  while (group.padded < group.size) group.padded *= 2;
+  group.queries = 16 / group.padded;
+  group.kv_div = shape.selection_heads / shape.num_kv_heads;
+  return group;
+}
+
+// Windows are processed in pairs on Hopper: one spare.
+int32_t Windows(const Batch& batch) { return (batch.max_kv_len / kBlock + kWindow - 1) / kWindow + 1; }
+
+size_t TileBytes(const Shape& shape, const Batch& batch) {
+  return static_cast<size_t>(shape.selection_heads) * kUnits * (Windows(batch) * 128 + 16 * sizeof(float));
+}
+
+int32_t ChunkTiles(const Shape& shape, const Batch& batch) {
+  const int32_t tiles = MaxTiles(batch, kUnits * MakeGroup(shape).queries);
+  const size_t most = std::max<size_t>(1, kSelectWorkspace / TileBytes(shape, batch));
+  // Chunks of equal size: the last one is no short tail.
+  const size_t chunks = (static_cast<size_t>(tiles) + most - 1) / most;
+  return chunks == 0 ? 0 : static_cast<int32_t>((static_cast<size_t>(tiles) + chunks - 1) / chunks);
+}
+
+template <typename T, int kHeadDim, int kPadded>
+cudaError_t LaunchChoose(const SelectArgs& args, cudaStream_t stream) {
+  constexpr int kQueries = 16 / kPadded;
+  constexpr int kShared = kChooseWarps * kQueries * (kCandidates * 8 + 4);
+  if (kShared > 48 * 1024) {
+    const cudaError_t error = cudaFuncSetAttribute(ChooseKernel<T, kHeadDim, kPadded>,
+                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    if (error != cudaSuccess) return error;
+  }
+  const dim3 grid((args.tile_end - args.tile_begin) * (kUnits / kChooseWarps), args.p.shape.selection_heads);
+  ChooseKernel<T, kHeadDim, kPadded><<<grid, kChooseWarps * 32, kShared, stream>>>(args);
+  return cudaGetLastError();
+}
+
+template <typename T, int kHeadDim>
+cudaError_t Launch(const ForwardParams& p, cudaStream_t stream) {
+  const bool hopper = DeviceArchitecture() >= 90;
+  const auto statistics = hopper ? StatisticsWgmmaKernel<T, kHeadDim> : StatisticsKernel<T, kHeadDim>;
+  const int shared = kWindow * kHeadDim * 2 * (hopper ? kWgStages * kWgStageWindows : 3);
+  const int threads = hopper ? kWgThreads : 256;
+  cudaError_t error = cudaFuncSetAttribute(statistics, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error != cudaSuccess) return error;
+
+  SelectArgs args{};
+  args.p = p;
+  args.group = MakeGroup(p.shape);
+  args.windows = Windows(p.batch);
+  args.all = p.selection_scores != nullptr;
+  const int32_t tiles = MaxTiles(p.batch, kUnits * args.group.queries);
+  const int32_t chunk = ChunkTiles(p.shape, p.batch);
+  if (tiles == 0) return cudaSuccess;
+  if (p.workspace_size < SelectWorkspaceSize(p.shape, p.batch)) return cudaErrorInvalidValue;
+  args.maxima = static_cast<uint32_t*>(p.workspace);
+  args.lse2 = reinterpret_cast<float*>(
+      args.maxima + static_cast<size_t>(chunk) * p.shape.selection_heads * kUnits * args.windows * 32);
+  for (int32_t begin = 0; begin < tiles; begin += chunk) {
+    args.tile_begin = begin;
+    args.tile_end = std::min(tiles, begin + chunk);
+    const dim3 grid(args.tile_end - begin, p.shape.selection_heads);
+    statistics<<<grid, threads, shared, stream>>>(args);
+    error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+    switch (args.group.padded) {
+      case 1: error = LaunchChoose<T, kHeadDim, 1>(args, stream); break;
+      case 2: error = LaunchChoose<T, kHeadDim, 2>(args, stream); break;
+      case 4: error = LaunchChoose<T, kHeadDim, 4>(args, stream); break;
+      case 8: error = LaunchChoose<T, kHeadDim, 8>(args, stream); break;
+      default: error = LaunchChoose<T, kHeadDim, 16>(args, stream); break;
+    }
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+size_t SelectWorkspaceSize(const Shape& shape, const Batch& batch) {
+  if (shape.top_k == 0) return 0;
+  return static_cast<size_t>(ChunkTiles(shape, batch)) * TileBytes(shape, batch);
+}
+
+cudaError_t Select(const ForwardParams& p, cudaStream_t stream) {
+  if (p.shape.top_k == 0) return cudaSuccess;
+  const bool bf = p.shape.dtype == Dtype::kBf16;
+  if (p.shape.head_dim == 128) return bf ? Launch<bf16, 128>(p, stream) : Launch<half, 128>(p, stream);
+  return bf ? Launch<bf16, 64>(p, stream) : Launch<half, 64>(p, stream);
+}
+
+}  // namespace phsa::cuda
