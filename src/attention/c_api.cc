@@ -133,7 +133,8 @@ phsa_status phsa_threads_create(int32_t num_threads, phsa_threads** out) {
       phsa::ThrowInvalid("threads: num_threads is {}; allowed: 0 (one per core) to {}", num_threads,
                          phsa::kMaxThreads);
     }
-    Given(out, "out") = new phsa_threads{phsa::ThreadPool(num_threads)};
+    Given(out, "out");
+    *out = new phsa_threads{phsa::ThreadPool(num_threads)};
   });
 }
 

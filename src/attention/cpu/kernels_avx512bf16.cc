@@ -25,10 +25,10 @@ template <int Rows, int Vectors, bool kAccumulate>
 inline __attribute__((always_inline)) void Tile(const uint32_t* const* a, const uint32_t* b, int64_t vector_stride,
                                                 int64_t k_stride, int k_count, float* const* c, int64_t column) {
   __m512 acc[Rows][Vectors];
-  const uint32_t* row[Rows];
+  const char* row[Rows];  // of q a row may begin at an odd element, where no uint32_t may lie
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
-    row[r] = a[r];
+    row[r] = reinterpret_cast<const char*>(a[r]);
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) {
       acc[r][v] = kAccumulate ? _mm512_loadu_ps(c[r] + column + v * 16) : _mm512_setzero_ps();
@@ -42,7 +42,9 @@ inline __attribute__((always_inline)) void Tile(const uint32_t* const* a, const 
     }
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
-      const __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<int>(row[r][k]));
+      int32_t pair;
+      std::memcpy(&pair, row[r] + 4 * static_cast<int64_t>(k), 4);
+      const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], x, operand[v]);
     }

@@ -1,0 +1,317 @@
+// The operators phsa_cpu::*, over the C ABI. Python (phsa/ops.py) allocates the outputs and has checked that every
+// sequence lies within its tensors; shapes, types and strides are checked here, settings by the plan.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+
+#include "phsa/c.h"
+#include "status.h"
+#include "threads.h"
+
+namespace phsa_torch {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+void Require(bool condition, const char* name, const char* what) {
+  if (!condition) Refuse(std::string("phsa_cpu: ") + name + " " + what);
+}
+
+int32_t Dtype(const Tensor& q) {
+  switch (q.scalar_type()) {
+    case ScalarType::Float: return PHSA_F32;
+    case ScalarType::Half: return PHSA_F16;
+    case ScalarType::BFloat16: return PHSA_BF16;
+    default: Refuse("phsa_cpu: the dtype must be float32, float16 or bfloat16");
+  }
+}
+
+// A tensor (rows, heads, width) whose last dimension is contiguous.
+struct Rows {
+  Rows(const Tensor& tensor, const char* name, ScalarType type, int64_t width) {
+    Require(tensor.is_cpu(), name, "must be on the CPU");
+    Require(tensor.dim() == 3, name, "must have 3 dimensions");
+    Require(tensor.scalar_type() == type, name, "has another dtype than q");
+    Require(tensor.size(2) == width, name, "has a wrong last dimension");
+    Require(width <= 1 || tensor.stride(2) == 1, name, "must be contiguous in the last dimension");
+    data = tensor.data_ptr();
+    rows = tensor.size(0);
+    heads = tensor.size(1);
+    row_stride = tensor.stride(0);
+    head_stride = tensor.stride(1);
+  }
+  // The kernels want a pointer even where there is nothing to read.
+  void* pointer() const { return data != nullptr ? data : const_cast<char*>(&kNothing); }
+
+  static constexpr char kNothing = 0;
+  void* data;
+  int64_t rows, heads, row_stride, head_stride;
+};
+
+// A contiguous tensor of that many elements.
+template <class T>
+T* Elements(const Tensor& tensor, const char* name, ScalarType type, int64_t count) {
+  Require(tensor.is_cpu(), name, "must be on the CPU");
+  Require(tensor.scalar_type() == type, name, "has a wrong dtype");
+  Require(tensor.is_contiguous(), name, "must be contiguous");
+  Require(tensor.numel() == count, name, "has a wrong number of elements");
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+template <class T>
+T* Elements(const MaybeTensor& tensor, const char* name, ScalarType type, int64_t count) {
+  return tensor ? Elements<T>(*tensor, name, type, count) : nullptr;
+}
+
+struct Layout {
+  const Tensor& q_lens;
+  const Tensor& kv_lens;
+  const Tensor& kv_starts;
+  const Tensor* rep_starts;
+};
+
+struct SettingArgs {
+  int64_t policy, block, init, local, top_k;
+  double lam;
+  const MaybeTensor& head_lambda;
+  int64_t group_reduce, dense_below;
+  double scale;
+};
+
+class Plan {
+ public:
+  Plan(int32_t dtype, int64_t q_heads, int64_t kv_heads, int64_t head_dim, const Layout& layout,
+       const SettingArgs& args, int64_t threads) {
+    phsa_settings settings = PHSA_INIT(phsa_settings);
+    settings.policy = static_cast<int32_t>(args.policy);
+    settings.block_size = static_cast<int32_t>(args.block);
+    settings.init_tokens = static_cast<int32_t>(args.init);
+    settings.local_tokens = static_cast<int32_t>(args.local);
+    settings.top_k = static_cast<int32_t>(args.top_k);
+    settings.lambda = static_cast<float>(args.lam);
+    settings.group_reduce = static_cast<int32_t>(args.group_reduce);
+    settings.dense_below = static_cast<int32_t>(args.dense_below);
+    settings.head_lambda = Elements<float>(args.head_lambda, "head_lambda", ScalarType::Float, kv_heads);
+
+    const int64_t seqs = layout.q_lens.numel();
+    phsa_plan_desc desc = PHSA_INIT(phsa_plan_desc);
+    desc.settings = &settings;
+    desc.dtype = dtype;
+    desc.num_q_heads = static_cast<int32_t>(q_heads);
+    desc.num_kv_heads = static_cast<int32_t>(kv_heads);
+    desc.head_dim = static_cast<int32_t>(head_dim);
+    desc.num_seqs = static_cast<int32_t>(seqs);
+    desc.q_lens = Elements<int32_t>(layout.q_lens, "q_lens", ScalarType::Int, seqs);
+    desc.kv_lens = Elements<int32_t>(layout.kv_lens, "kv_lens", ScalarType::Int, seqs);
+    desc.kv_starts = Elements<int64_t>(layout.kv_starts, "kv_starts", ScalarType::Long, seqs);
+    if (layout.rep_starts != nullptr) {
+      desc.rep_starts = Elements<int64_t>(*layout.rep_starts, "rep_starts", ScalarType::Long, seqs);
+    }
+    desc.scale = static_cast<float>(args.scale);
+    desc.max_threads = static_cast<int32_t>(threads);
+    phsa_plan* plan = nullptr;
+    Check(phsa_plan_create(&desc, &plan));
+    plan_.reset(plan);
+  }
+
+  const phsa_plan* get() const { return plan_.get(); }
+  int64_t SelectionSize(int64_t queries) const {
+    return queries * phsa_plan_selection_heads(get()) * phsa_plan_selection_slots(get());
+  }
+
+ private:
+  struct Destroy {
+    void operator()(phsa_plan* plan) const { phsa_plan_destroy(plan); }
+  };
+  std::unique_ptr<phsa_plan, Destroy> plan_;
+};
+
+// Scratch memory of the calling thread, kept between calls: a layer would otherwise fault the same pages in again.
+void* Workspace(size_t size) {
+  constexpr size_t kAlignment = 64;
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  thread_local std::unique_ptr<void, Free> memory;
+  thread_local size_t capacity = 0;
+  if (size > capacity) {
+    memory.reset();
+    capacity = 0;
+    const size_t rounded = (size + kAlignment - 1) / kAlignment * kAlignment;
+    memory.reset(std::aligned_alloc(kAlignment, rounded));
+    if (!memory) throw std::bad_alloc();
+    capacity = rounded;
+  }
+  return memory.get();
+}
+
+phsa_kv KeyValues(const Rows& k, const Rows* v, const MaybeTensor& flags) {
+  phsa_kv kv = PHSA_INIT(phsa_kv);
+  kv.k = k.pointer();
+  kv.k_token_stride = k.row_stride;
+  kv.k_head_stride = k.head_stride;
+  if (v != nullptr) {
+    Require(v->rows == k.rows && v->heads == k.heads, "v", "has another shape than k");
+    kv.v = v->pointer();
+    kv.v_token_stride = v->row_stride;
+    kv.v_head_stride = v->head_stride;
+  }
+  kv.flags = Elements<uint8_t>(flags, "flags", ScalarType::Byte, k.rows);
+  return kv;
+}
+
+void AddReps(const Rows& reps, int64_t kv_heads, phsa_kv* kv) {
+  Require(reps.heads == kv_heads, "reps", "has a wrong number of heads");
+  kv->reps = reps.pointer();
+  kv->rep_row_stride = reps.row_stride;
+  kv->rep_head_stride = reps.head_stride;
+}
+
+void Represent(Tensor k, MaybeTensor flags, Tensor q_lens, Tensor kv_lens, Tensor kv_starts, Tensor rep_starts,
+               int64_t policy, int64_t block, int64_t init, int64_t local, int64_t top_k, double lam,
+               MaybeTensor head_lambda, int64_t group_reduce, int64_t dense_below, int64_t threads, Tensor reps) {
+  Require(k.dim() == 3, "k", "must have 3 dimensions");
+  const ScalarType type = k.scalar_type();
+  const Rows keys(k, "k", type, k.size(2));
+  const Plan plan(Dtype(k), keys.heads, keys.heads, k.size(2), {q_lens, kv_lens, kv_starts, &rep_starts},
+                  {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, 0}, threads);
+  phsa_kv kv = KeyValues(keys, nullptr, flags);
+  AddReps(Rows(reps, "reps", type, phsa_plan_rep_width(plan.get())), keys.heads, &kv);
+  const Threads pool = Threads::Get(static_cast<int32_t>(threads));
+  const phsa_executor executor = pool.executor();
+  Check(phsa_represent(plan.get(), &kv, &executor));
+}
+
+// With v: attention. Without: the selection alone.
+void Forward(Tensor q, Tensor k, MaybeTensor v, MaybeTensor flags, MaybeTensor reps, Tensor q_lens, Tensor kv_lens,
+             Tensor kv_starts, Tensor rep_starts, int64_t policy, int64_t block, int64_t init, int64_t local,
+             int64_t top_k, double lam, MaybeTensor head_lambda, int64_t group_reduce, int64_t dense_below,
+             double scale, int64_t threads, MaybeTensor out, MaybeTensor lse, Tensor selection, MaybeTensor scores) {
+  Require(q.dim() == 3, "q", "must have 3 dimensions");
+  const ScalarType type = q.scalar_type();
+  const int64_t head_dim = q.size(2);
+  const Rows queries(q, "q", type, head_dim);
+  const Rows keys(k, "k", type, head_dim);
+  const Plan plan(Dtype(q), queries.heads, keys.heads, head_dim, {q_lens, kv_lens, kv_starts, &rep_starts},
+                  {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, scale}, threads);
+
+  phsa_forward_params params = PHSA_INIT(phsa_forward_params);
+  params.q = queries.pointer();
+  params.q_token_stride = queries.row_stride;
+  params.q_head_stride = queries.head_stride;
+  if (v) {
+    const Rows values(*v, "v", type, head_dim);
+    params.kv = KeyValues(keys, &values, flags);
+    Require(out.has_value() && lse.has_value(), "out", "and lse are needed with v");
+    const Rows outputs(*out, "out", type, head_dim);
+    Require(outputs.rows == queries.rows && outputs.heads == queries.heads, "out", "has another shape than q");
+    params.out = outputs.pointer();
+    params.out_token_stride = outputs.row_stride;
+    params.out_head_stride = outputs.head_stride;
+    params.lse = Elements<float>(lse, "lse", ScalarType::Float, queries.rows * queries.heads);
+  } else {
+    params.kv = KeyValues(keys, nullptr, flags);
+  }
+  const int32_t rep_width = phsa_plan_rep_width(plan.get());
+  if (reps && rep_width > 0) AddReps(Rows(*reps, "reps", type, rep_width), keys.heads, &params.kv);
+  const int64_t selection_size = plan.SelectionSize(queries.rows);
+  params.selection = Elements<int32_t>(selection, "selection", ScalarType::Int, selection_size);
+  params.selection_scores = Elements<float>(scores, "scores", ScalarType::Float, selection_size);
+  params.workspace_size = phsa_plan_workspace_size(plan.get());
+  params.workspace = Workspace(params.workspace_size);
+  const Threads pool = Threads::Get(static_cast<int32_t>(threads));
+  params.executor = pool.executor();
+  if (v) {
+    Check(phsa_forward(plan.get(), &params));
+  } else if (selection_size > 0) {
+    Check(phsa_select(plan.get(), &params));
+  }
+}
+
+void Backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor selection, Tensor q_lens,
+              Tensor kv_lens, Tensor kv_starts, int64_t policy, int64_t block, int64_t init, int64_t local,
+              int64_t top_k, double lam, MaybeTensor head_lambda, int64_t group_reduce, int64_t dense_below,
+              double scale, int64_t threads, Tensor d_q, Tensor d_k, Tensor d_v) {
+  Require(q.dim() == 3, "q", "must have 3 dimensions");
+  const ScalarType type = q.scalar_type();
+  const int64_t head_dim = q.size(2);
+  const Rows queries(q, "q", type, head_dim);
+  const Rows keys(k, "k", type, head_dim);
+  const Rows values(v, "v", type, head_dim);
+  const Plan plan(Dtype(q), queries.heads, keys.heads, head_dim, {q_lens, kv_lens, kv_starts, nullptr},
+                  {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, scale}, threads);
+  const auto like = [&](const Tensor& tensor, const char* name, const Rows& other) {
+    const Rows rows(tensor, name, type, head_dim);
+    Require(rows.rows == other.rows && rows.heads == other.heads, name, "has a wrong shape");
+    return rows;
+  };
+  const Rows outputs = like(out, "out", queries);
+  const Rows d_outputs = like(d_out, "d_out", queries);
+  const Rows d_queries = like(d_q, "d_q", queries);
+  const Rows d_keys = like(d_k, "d_k", keys);
+  const Rows d_values = like(d_v, "d_v", keys);
+
+  phsa_backward_params params = PHSA_INIT(phsa_backward_params);
+  params.q = queries.pointer();
+  params.q_token_stride = queries.row_stride;
+  params.q_head_stride = queries.head_stride;
+  params.kv = KeyValues(keys, &values, std::nullopt);
+  params.out = outputs.pointer();
+  params.out_token_stride = outputs.row_stride;
+  params.out_head_stride = outputs.head_stride;
+  params.lse = Elements<float>(lse, "lse", ScalarType::Float, queries.rows * queries.heads);
+  params.selection = Elements<int32_t>(selection, "selection", ScalarType::Int, plan.SelectionSize(queries.rows));
+  params.d_out = d_outputs.pointer();
+  params.d_out_token_stride = d_outputs.row_stride;
+  params.d_out_head_stride = d_outputs.head_stride;
+  params.d_q = d_queries.pointer();
+  params.d_q_token_stride = d_queries.row_stride;
+  params.d_q_head_stride = d_queries.head_stride;
+  params.d_k = d_keys.pointer();
+  params.d_k_token_stride = d_keys.row_stride;
+  params.d_k_head_stride = d_keys.head_stride;
+  params.d_v = d_values.pointer();
+  params.d_v_token_stride = d_values.row_stride;
+  params.d_v_head_stride = d_values.head_stride;
+  params.workspace_size = phsa_plan_backward_workspace_size(plan.get());
+  params.workspace = Workspace(params.workspace_size);
+  const Threads pool = Threads::Get(static_cast<int32_t>(threads));
+  params.executor = pool.executor();
+  Check(phsa_backward(plan.get(), &params));
+}
+
+}  // namespace
+}  // namespace phsa_torch
+
+#define PHSA_SETTINGS_SCHEMA                                                                                  \
+  "int policy, int block, int init, int local, int top_k, float lam, Tensor? head_lambda, int group_reduce, " \
+  "int dense_below"
+
+STABLE_TORCH_LIBRARY(phsa_cpu, m) {
+  m.def(
+      "represent(Tensor k, Tensor? flags, Tensor q_lens, Tensor kv_lens, Tensor kv_starts, Tensor "
+      "rep_starts, " PHSA_SETTINGS_SCHEMA ", int threads, Tensor(a!) reps) -> ()");
+  m.def(
+      "forward(Tensor q, Tensor k, Tensor? v, Tensor? flags, Tensor(a!)? reps, Tensor q_lens, Tensor kv_lens, "
+      "Tensor kv_starts, Tensor rep_starts, " PHSA_SETTINGS_SCHEMA
+      ", float scale, int threads, Tensor(b!)? out, Tensor(c!)? lse, Tensor(d!) selection, Tensor(e!)? scores) "
+      "-> ()");
+  m.def(
+      "backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor selection, "
+      "Tensor q_lens, Tensor kv_lens, Tensor kv_starts, " PHSA_SETTINGS_SCHEMA
+      ", float scale, int threads, Tensor(a!) d_q, Tensor(b!) d_k, Tensor(c!) d_v) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(phsa_cpu, CPU, m) {
+  m.impl("represent", TORCH_BOX(&phsa_torch::Represent));
+  m.impl("forward", TORCH_BOX(&phsa_torch::Forward));
+  m.impl("backward", TORCH_BOX(&phsa_torch::Backward));
+}

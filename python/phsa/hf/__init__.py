@@ -1,0 +1,197 @@
+"""Sparse attention in Hugging Face models.
+
+    import phsa.hf
+    model = AutoModelForCausalLM.from_pretrained(name)
+    phsa.hf.enable(model, top_k=16, lam=0.9, punctuation="en")
+
+or, with the settings that a model's configuration carries (or the defaults),
+
+    import phsa.hf
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="phsa")
+
+Importing this module makes "phsa" known to transformers as an attention implementation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+try:
+    import transformers
+    from torch import nn
+except ImportError as error:
+    raise ImportError("phsa.hf needs PyTorch and transformers: pip install torch transformers") from error
+
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from ..settings import ModelSettings
+from .attention import attention_function, mask_function
+from .cache import PhsaLayer
+from .checks import check_config, check_outputs
+from .hook import ForwardHook, find_decoder, punctuation_ids, settings_from_config
+
+__all__ = ["PhsaLayer", "disable", "enable", "settings_of"]
+
+NAME = "phsa"
+
+
+def _unwrap(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers inside torch.compile's or PEFT's."""
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"phsa: {type(model).__name__} is not a model of transformers (PreTrainedModel)")
+    return model
+
+
+def enable(
+    model: nn.Module,
+    *,
+    top_k: int | None = None,
+    lam: float | tuple[float, ...] | list[float] | None = None,
+    init: int | None = None,
+    local: int | None = None,
+    block: int | None = None,
+    policy: str | None = None,
+    punctuation: str | Iterable[int] | None = None,
+    group_reduce: str | None = None,
+    dense_below: int | None = None,
+    layers: Mapping[int | str, Mapping[str, Any]] | None = None,
+    tokenizer: Any = None,
+    backend: str = "auto",
+    check: bool = True,
+) -> nn.Module:
+    """Makes a model attend sparsely, and writes the settings into its configuration, to be saved with it.
+
+    What is not given keeps the value that the model's configuration carries, or has the default: the paper's setting
+    for the model's context length, K = 16 and lambda = 0.9.
+
+    Args:
+        punctuation: a named set (en, zh, en+zh, sentence, pure, none), a file of ids or strings, or token ids.
+        layers: other settings for some layers: ``{0: {"policy": "dense"}, "3-5": {"top_k": 32}}``.
+        tokenizer: that of the model. None: it is loaded from where the model came from.
+        backend: auto, cpu or torch, as in phsa.ops.phsa_attention.
+        check: whether to run a few tokens through the model and compare with its own attention.
+
+    Returns the model. Raises ValueError for a model whose attention phsa would get wrong.
+    """
+    inner = _unwrap(model)
+    decoder = find_decoder(inner)
+    check_config(decoder)
+    given = {
+        "top_k": top_k,
+        "lam": lam,
+        "init": init,
+        "local": local,
+        "block": block,
+        "policy": policy,
+        "group_reduce": group_reduce,
+        "dense_below": dense_below,
+        "layers": layers,
+        "punctuation": "custom" if punctuation is not None and not isinstance(punctuation, str) else punctuation,
+    }
+    config = decoder.config
+    settings = _merged(config, {name: value for name, value in given.items() if value is not None})
+    _check_layers(settings, config)
+    ids = punctuation_ids(config, settings.base.punctuation, punctuation, tokenizer, settings.needs_flags)
+
+    previous = config._attn_implementation
+    hook = ForwardHook.attached(decoder) or ForwardHook.attach(decoder)
+    if previous != NAME:
+        hook.previous = previous
+    hook.backend = backend
+    before = {name: getattr(config, name, None) for name in ("phsa", "phsa_punctuation_ids")}
+    config.phsa = settings.to_json()
+    _set(config, "phsa_punctuation_ids", ids)
+    try:
+        inner.set_attn_implementation(NAME)
+        if check:
+            check_outputs(inner, decoder, hook)
+    except BaseException:
+        if previous != NAME:
+            disable(model)
+        for name, value in before.items():
+            _set(config, name, value)
+        raise
+    return model
+
+
+def disable(model: nn.Module) -> nn.Module:
+    """Gives a model its own attention back and takes the settings out of its configuration."""
+    inner = _unwrap(model)
+    decoder = find_decoder(inner)
+    hook = ForwardHook.attached(decoder)
+    if hook is not None:
+        hook.detach(decoder)
+    if decoder.config._attn_implementation == NAME:
+        inner.set_attn_implementation(hook.previous if hook is not None and hook.previous else "sdpa")
+    for name in ("phsa", "phsa_punctuation_ids"):
+        _set(decoder.config, name, None)
+    return model
+
+
+def _set(config: transformers.PreTrainedConfig, name: str, value: Any) -> None:
+    """Sets or, with None, removes an entry of a configuration."""
+    if value is not None:
+        setattr(config, name, value)
+    elif hasattr(config, name):
+        delattr(config, name)
+
+
+def settings_of(model: nn.Module) -> ModelSettings:
+    """The settings that a model has, or would have if it were enabled now."""
+    return _merged(find_decoder(_unwrap(model)).config, {})
+
+
+def _merged(config: transformers.PreTrainedConfig, given: Mapping[str, Any]) -> ModelSettings:
+    saved = settings_from_config(config)
+    values = dict(given)
+    if "layers" not in values:
+        # Overrides that the configuration carries stay, on top of the new settings for all layers.
+        values["layers"] = (getattr(config, "phsa", None) or {}).get("layers") or {}
+    return ModelSettings.make(saved.base, values)
+
+
+def _check_layers(settings: ModelSettings, config: transformers.PreTrainedConfig) -> None:
+    count = config.num_hidden_layers
+    for layer in settings.layers:
+        if layer >= count:
+            raise ValueError(f"settings: layers has layer {layer}; this model has 0 to {count - 1}")
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    for one in (settings.base, *settings.layers.values()):
+        if isinstance(one.lam, tuple) and len(one.lam) not in (1, heads):
+            raise ValueError(f"settings: lam lists {len(one.lam)} values; allowed: one, or one per KV head ({heads})")
+
+
+def _attach_when_asked(method: Callable) -> Callable:
+    """A model that is built or set to attn_implementation="phsa" needs its hook too; transformers has no place to say
+    so, which is why two of its methods are wrapped."""
+
+    @functools.wraps(method)
+    def wrapper(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        if self.config._attn_implementation == NAME:
+            decoder = find_decoder(self)
+            if decoder.config._attn_implementation == NAME and ForwardHook.attached(decoder) is None:
+                check_config(decoder)
+                ForwardHook.attach(decoder)
+        return result
+
+    wrapper._phsa = True  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _register() -> None:
+    AttentionInterface.register(NAME, attention_function)
+    AttentionMaskInterface.register(NAME, mask_function)
+    for name in ("post_init", "set_attn_implementation"):
+        method = getattr(PreTrainedModel, name)
+        if not hasattr(method, "_phsa"):
+            setattr(PreTrainedModel, name, _attach_when_asked(method))
+
+
+_register()

@@ -1,0 +1,359 @@
+"""The attention function and the mask function that transformers calls, and the batch that they share.
+
+The batch is worked out once per forward pass of the model, before its first layer, and travels to the layers in the
+keyword arguments: there is no state outside the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.masking_utils import causal_mask_function
+
+from .. import ops
+from .._fallback import Blocks
+from ..settings import ModelSettings, Settings, default_scale
+from .cache import PhsaLayer
+
+
+@dataclass
+class Batch:
+    """Which tokens of a padded batch are real, and to which sequence they belong.
+
+    The new tokens are the columns [past, past + q_len) of (batch, past + q_len) columns.
+    """
+
+    settings: ModelSettings
+    backend: str
+    flags: Tensor | None  # (batch, q_len) of the new tokens; None: nothing needs them
+    cache: Cache | None
+    rows: int
+    past: int
+    q_len: int
+    q_lens: list[int]
+    kv_lens: list[int]
+    starts: list[int]  # the first real column of each row
+    q_index: Tensor | None = None  # rows of the flattened new tokens that are real; None: all
+    kv_index: Tensor | None = None  # rows of all flattened tokens that are real; None: each row from its start on
+    packed: bool = False  # several sequences in one row
+
+    @property
+    def kv_len(self) -> int:
+        return self.past + self.q_len
+
+
+def _mask_layout(mask: Tensor, past: int, q_len: int) -> dict[str, object]:
+    """The layout of a batch with padding. mask: (batch, past + q_len) bool."""
+    kv_len = past + q_len
+    lens = mask.sum(1)
+    new = mask[:, past:]
+    # argmax finds the first real token; a row without any starts at its end.
+    starts = torch.where(lens > 0, mask.to(torch.uint8).argmax(1), kv_len)
+    left = bool((starts + lens == kv_len).all())
+    return {
+        "q_lens": new.sum(1).tolist(),
+        "kv_lens": lens.tolist(),
+        "starts": starts.tolist(),
+        "q_index": None if bool(new.all()) else new.flatten().nonzero().flatten(),
+        # Right padding, or holes: the real tokens of a row are not one piece and must be gathered.
+        "kv_index": None if left else mask.flatten().nonzero().flatten(),
+    }
+
+
+def _packed_lengths(position_ids: Tensor | None, cu_seq_lens: Tensor | None, rows: int, q_len: int) -> list[int] | None:
+    """The lengths of sequences that are packed into the rows, or None where every row is one sequence."""
+    if cu_seq_lens is not None:
+        if rows != 1:
+            raise ValueError(f"phsa: cu_seq_lens_q with a batch of {rows}; allowed: packed sequences in one row")
+        return cu_seq_lens.diff().tolist()
+    if position_ids is None or position_ids.dim() != 2:
+        return None
+    # As everywhere in transformers: a position that does not follow the one before it starts a new sequence.
+    restart = position_ids.diff(dim=1) != 1
+    if not bool(restart.any()):
+        return None
+    first = torch.ones((rows, 1), dtype=torch.bool, device=restart.device)
+    begin = torch.cat((first, restart.expand(rows, -1)), dim=1).flatten().nonzero().flatten()
+    end = torch.tensor([rows * q_len], device=begin.device)
+    return torch.cat((begin, end)).diff().tolist()
+
+
+def make_batch(
+    settings: ModelSettings,
+    backend: str,
+    flags: Tensor | None,
+    cache: Cache | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seq_lens: Tensor | None,
+    rows: int,
+    q_len: int,
+) -> Batch:
+    past = 0 if cache is None else int(cache.get_seq_length())
+    kv_len = past + q_len
+    if isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.dim() != 2):
+        raise ValueError(
+            "phsa: the attention mask is not 2-D (batch, tokens); other masks than padding are not supported"
+        )
+    if attention_mask is not None and attention_mask.shape != (rows, kv_len):
+        raise ValueError(
+            f"phsa: the attention mask has the shape {tuple(attention_mask.shape)}; {past} cached and {q_len} new "
+            f"tokens in {rows} rows need {(rows, kv_len)}"
+        )
+    batch = Batch(
+        settings=settings,
+        backend=backend,
+        flags=flags,
+        cache=cache,
+        rows=rows,
+        past=past,
+        q_len=q_len,
+        q_lens=[q_len] * rows,
+        kv_lens=[kv_len] * rows,
+        starts=[0] * rows,
+    )
+    if attention_mask is not None and not bool(attention_mask.bool().all()):
+        if cu_seq_lens is not None:
+            raise ValueError("phsa: cu_seq_lens_q and padding in the attention mask do not go together")
+        for name, value in _mask_layout(attention_mask.bool(), past, q_len).items():
+            setattr(batch, name, value)
+        return batch
+    lengths = _packed_lengths(position_ids, cu_seq_lens, rows, q_len) if past == 0 else None
+    if lengths is not None:
+        if sum(lengths) != rows * q_len:
+            raise ValueError(f"phsa: cu_seq_lens_q covers {sum(lengths)} tokens, the batch has {rows * q_len}")
+        batch.packed = True
+        batch.q_lens = batch.kv_lens = lengths
+    return batch
+
+
+def mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: object,
+) -> Tensor | None:
+    """The mask for transformers' mask interface: padding only. The batch has it already, so it need not be made; but
+    this is where a model says what else it would mask, and what is not causal must be refused."""
+    if local_size is not None:
+        raise ValueError(
+            f"phsa: this model attends within a window of {local_size} tokens, which phsa does not support"
+        )
+    if use_vmap:
+        raise ValueError("phsa: this model brings a mask of its own, which phsa does not support")
+    if mask_function is not causal_mask_function and q_length > 1:
+        # Padding and packing only take away from a causal mask. Anything that lets a token see the next one is not.
+        row = torch.arange(batch_size, device=device)[:, None]
+        query = torch.arange(q_length - 1, device=device)[None] + q_offset
+        if bool(torch.as_tensor(mask_function(row, torch.zeros_like(row), query, query + 1)).any()):
+            raise ValueError("phsa: the attention of this model is not causal, which phsa does not support")
+    return attention_mask
+
+
+_REFUSED = {
+    "sliding_window": "attends within a sliding window",
+    "softcap": "caps its attention scores",
+    "s_aux": "has attention sinks",
+    "position_bias": "adds a bias to its attention scores",
+    "head_mask": "masks heads",
+    "cache": "runs with a paged cache",
+}
+
+
+def _refuse(module: nn.Module, dropout: float, is_causal: bool | None, kwargs: dict[str, object]) -> None:
+    name = type(module).__name__
+    for key, what in _REFUSED.items():
+        if kwargs.get(key) is not None:
+            raise ValueError(f"phsa: {name} {what} ({key}), which phsa does not support")
+    if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
+        raise ValueError(f"phsa: {name} is not causal, which phsa does not support")
+    if dropout:
+        raise ValueError(f"phsa: {name} has an attention dropout of {dropout}; allowed: attention_dropout = 0")
+
+
+def _same_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast RoPE leaves queries and keys in f32 while values are in the lower type."""
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    phsa_batch: Batch | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """The attention for transformers' attention interface. query: (batch, heads, tokens, head_dim)."""
+    _refuse(module, dropout, is_causal, kwargs)
+    if phsa_batch is None:
+        raise RuntimeError(
+            "phsa: the model's forward hook did not run, so there are no punctuation flags. Call "
+            "phsa.hf.enable(model) on the model that is used"
+        )
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
+        raise ValueError("phsa: the attention mask is not 2-D (batch, tokens); other masks are not supported")
+    if value.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"phsa: values have {value.shape[-1]} channels and queries {query.shape[-1]}; allowed: the same"
+        )
+    batch = phsa_batch
+    settings = batch.settings.for_layer(module.layer_idx)
+    scale = default_scale(query.shape[-1]) if scaling is None else float(scaling)
+
+    layer = None
+    if batch.cache is not None and module.layer_idx < len(batch.cache.layers):
+        layer = batch.cache.layers[module.layer_idx]
+        if layer.keys is not key:
+            layer = None  # gradient checkpointing bypasses the cache
+    if key.shape[2] != (batch.kv_len if layer is not None else batch.q_len) or (layer is None and batch.past > 0):
+        raise ValueError(f"phsa: {key.shape[2]} keys arrived where {batch.kv_len} are expected")
+    if layer is not None:
+        assert isinstance(layer, PhsaLayer)
+        if layer.packed:
+            raise ValueError("phsa: the cache holds packed sequences, which cannot be continued")
+        layer.packed = batch.packed
+        if batch.settings.needs_flags:
+            layer.add_flags(batch.flags)
+
+    typed = _same_type(query, key, value)
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in typed)
+    in_place = layer is not None and not learns and batch.kv_index is None and not batch.packed
+    # Representatives are kept in the type of the cache; where autocast asks for another, they are computed anew.
+    if in_place and layer is not None and typed[1] is key:
+        out = _attend_cached(batch, layer, settings, scale, *typed)
+    else:
+        out = _attend_packed(batch, layer, settings, scale, *typed)
+    return out, None
+
+
+def _rows(x: Tensor, index: Tensor | None) -> Tensor:
+    """(batch, heads, tokens, head_dim) to (tokens, heads, head_dim), real tokens only."""
+    x = x.transpose(1, 2).flatten(0, 1)
+    return x if index is None else x[index.to(x.device)]
+
+
+def _padded(out: Tensor, batch: Batch) -> Tensor:
+    """The way back, with zeros for padding: (batch, tokens, heads, head_dim)."""
+    if batch.q_index is not None:
+        full = out.new_zeros((batch.rows * batch.q_len, *out.shape[1:]))
+        out = full.index_copy(0, batch.q_index.to(out.device), out)
+    return out.unflatten(0, (batch.rows, batch.q_len))
+
+
+def _options(settings: Settings, scale: float, backend: str) -> dict[str, object]:
+    return {
+        "policy": settings.policy,
+        "top_k": settings.top_k,
+        "lam": settings.lam,
+        "init": settings.init,
+        "local": settings.local,
+        "block": settings.block,
+        "group_reduce": settings.group_reduce,
+        "dense_below": settings.dense_below,
+        "scale": scale,
+        "backend": backend,
+    }
+
+
+def _attend_packed(
+    batch: Batch, layer: PhsaLayer | None, settings: Settings, scale: float, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Gathers the real tokens; representatives are computed anew. The only way with gradients."""
+    kv_index = batch.kv_index
+    if kv_index is None and any(batch.starts):  # left padding
+        columns = torch.arange(batch.kv_len)
+        kv_index = (columns >= torch.tensor(batch.starts)[:, None]).flatten().nonzero().flatten()
+    flags = None
+    if settings.needs_flags:
+        flags = layer.flags if layer is not None else batch.flags
+        assert flags is not None
+        flags = flags.flatten().to(query.device)
+        if kv_index is not None:
+            flags = flags[kv_index.to(flags.device)]
+    out, _ = ops.phsa_attention(
+        _rows(query, batch.q_index),
+        _rows(key, kv_index),
+        _rows(value, kv_index),
+        flags,
+        q_lens=batch.q_lens,
+        kv_lens=batch.kv_lens,
+        **_options(settings, scale, batch.backend),
+    )
+    return _padded(out, batch)
+
+
+def _row_view(x: Tensor) -> tuple[Tensor, int] | None:
+    """(batch, heads, tokens, head_dim) as (rows, heads, head_dim) without a copy, and the rows from one sequence to
+    the next. None where the strides do not allow it."""
+    batch, heads, tokens, head_dim = x.shape
+    to_row, to_head, to_token, to_channel = x.stride()
+    if to_channel != 1 or to_token < head_dim or (batch > 1 and to_row % to_token):
+        return None
+    step = to_row // to_token if batch > 1 else tokens
+    return x.as_strided(((batch - 1) * step + tokens, heads, head_dim), (to_token, to_head, 1)), step
+
+
+def _attend_cached(
+    batch: Batch, layer: PhsaLayer, settings: Settings, scale: float, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Reads the cache where it lies and keeps its representatives up to date."""
+    keys, values = _row_view(key), _row_view(value)
+    if keys is None or values is None or keys[1] != values[1]:
+        keys, values = _row_view(key.contiguous()), _row_view(value.contiguous())
+        assert keys is not None and values is not None
+    (k, step), (v, _) = keys, values
+    blocks = Blocks.of(settings)
+    reps, rep_rows = layer.ready_reps(settings, batch.starts, batch.past)
+    completes = any(
+        blocks.rep_rows(kv_len) > blocks.rep_rows(kv_len - q_len)
+        for q_len, kv_len in zip(batch.q_lens, batch.kv_lens, strict=True)
+    )
+    flags = None
+    # Flags are read only for blocks that are complete from now on.
+    if settings.needs_flags and completes:
+        assert layer.flags is not None
+        flags = layer.flags.new_zeros(k.shape[0])
+        flags.as_strided(layer.flags.shape, (step, 1)).copy_(layer.flags)
+    rows = range(batch.rows)
+    q = _rows(query, batch.q_index)
+    top_k = min(settings.top_k, batch.kv_len // blocks.block)
+    out, _, _ = torch.ops.phsa.attention_cached(
+        q,
+        k,
+        v,
+        flags,
+        reps,
+        torch.tensor(batch.q_lens, dtype=torch.int32),
+        torch.tensor(batch.kv_lens, dtype=torch.int32),
+        torch.tensor([row * step + batch.starts[row] for row in rows]),
+        torch.tensor([row * rep_rows for row in rows]),
+        settings.policy,
+        settings.block,
+        settings.init,
+        settings.local,
+        top_k,
+        list(settings.lam) if isinstance(settings.lam, tuple) else [settings.lam],
+        settings.group_reduce,
+        settings.dense_below,
+        scale,
+        batch.backend,
+    )
+    return _padded(out, batch)

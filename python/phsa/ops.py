@@ -1,0 +1,810 @@
+"""The attention as PyTorch operators.
+
+The CPU kernels of libphsa run where they can, plain PyTorch everywhere else (other devices, float64, other head
+sizes). Tensors are packed: queries are (tokens, q_heads, head_dim), keys and values (tokens, kv_heads, head_dim), the
+sequences of a batch one after the other. Only the last dimension must be contiguous.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from . import _library
+from .settings import GROUP_REDUCES, POLICIES, Settings, default_scale
+
+try:
+    import torch
+    from torch import Tensor
+except ImportError as error:
+    raise ImportError("phsa.ops needs PyTorch, which is not installed here: pip install torch") from error
+
+from . import _fallback
+
+__all__ = ["backends", "phsa_attention", "representatives", "select"]
+
+BACKENDS = ("auto", "cpu", "torch")
+_HEAD_DIMS = (64, 80, 96, 128, 256)
+_REFUSED = "phsa refuses: "  # as in csrc/status.h
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+@functools.cache
+def _load() -> str | None:
+    """Loads the operators' library. Returns None, or why it is not there."""
+    path = _library.find("libphsa_torch.so")
+    if path is None:
+        return f"libphsa_torch.so was not found (looked in {_library.searched()}); it is built where PyTorch is found"
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return f"{path} cannot be loaded: {error}"
+    return None
+
+
+def _kernel(name: str, *args: object) -> None:
+    """Runs an operator of the library. torch makes a RuntimeError of every C++ exception; refusals bear a mark."""
+    try:
+        getattr(torch.ops.phsa_cpu, name)(*args)
+    except RuntimeError as error:
+        message = str(error)
+        if not message.startswith(_REFUSED):
+            raise
+        raise ValueError(message.removeprefix(_REFUSED)) from None
+
+
+def backends() -> tuple[str, ...]:
+    """The backends that this installation has."""
+    return ("cpu", "torch") if _load() is None else ("torch",)
+
+
+def _use_kernels(backend: str, q: Tensor) -> bool:
+    if backend == "torch":
+        return False
+    fits = q.device.type == "cpu" and q.dtype in _DTYPES and q.shape[-1] in _HEAD_DIMS
+    reason = _load()
+    if backend == "cpu":
+        if not fits:
+            raise ValueError(
+                f"phsa_attention: the cpu backend has {q.dtype} with head_dim {q.shape[-1]} on {q.device}; allowed: "
+                f"float32, float16, bfloat16 with head_dim {', '.join(map(str, _HEAD_DIMS))} on the CPU"
+            )
+        if reason is not None:
+            raise RuntimeError(f"phsa_attention: the cpu backend is not there: {reason}")
+    return fits and reason is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The operators below carry settings as plain values, because that is what torch.library can pass. `lam` is always a
+# list: of one number, or of one per KV head.
+
+
+def _settings(
+    policy: str,
+    block: int,
+    init: int,
+    local: int,
+    top_k: int,
+    lam: Sequence[float],
+    group_reduce: str,
+    dense_below: int,
+) -> Settings:
+    lams: float | tuple[float, ...] = lam[0] if len(lam) == 1 else tuple(lam)
+    return Settings(
+        policy=policy,
+        block=block,
+        init=init,
+        local=local,
+        top_k=top_k,
+        lam=lams,
+        group_reduce=group_reduce,
+        dense_below=dense_below,
+    )
+
+
+def _native_settings(
+    settings: Settings, lam: Sequence[float]
+) -> tuple[int, int, int, int, int, float, Tensor | None, int, int]:
+    lams = torch.tensor(list(lam), dtype=torch.float32) if len(lam) > 1 else None
+    block = settings.block
+    assert block is not None
+    return (
+        POLICIES.index(settings.policy),  # in the order of phsa_policy, as group_reduce below
+        block,
+        settings.init,
+        settings.local,
+        settings.top_k,
+        float(lam[0]),
+        lams,
+        GROUP_REDUCES.index(settings.group_reduce),
+        settings.dense_below,
+    )
+
+
+def _selection_shape(q: Tensor, k: Tensor, policy: str, top_k: int, group_reduce: str) -> tuple[int, int, int]:
+    heads = q.shape[1] if group_reduce == "none" else k.shape[1]
+    return q.shape[0], heads, 0 if policy in ("dense", "streaming") else top_k
+
+
+def _sequences(
+    q_rows: int,
+    kv_rows: int,
+    q_lens: Tensor | None,
+    kv_lens: Tensor | None,
+    kv_starts: Tensor | None = None,
+    rep_starts: Tensor | None = None,
+    settings: Settings | None = None,
+) -> list[_fallback.Sequence]:
+    """Where the sequences lie, after checking that they lie within the tensors: the kernels trust this."""
+    queries = [q_rows] if q_lens is None else q_lens.tolist()
+    keys = [kv_rows] if kv_lens is None else kv_lens.tolist()
+    if len(queries) != len(keys):
+        raise ValueError(f"phsa_attention: q_lens has {len(queries)} sequences and kv_lens {len(keys)}")
+    if not queries:
+        raise ValueError("phsa_attention: the batch has no sequence; allowed: 1 and up")
+    if sum(queries) != q_rows:
+        raise ValueError(f"phsa_attention: q has {q_rows} tokens, but the query lengths sum to {sum(queries)}")
+    if kv_starts is None and sum(keys) != kv_rows:
+        raise ValueError(f"phsa_attention: k has {kv_rows} tokens, but the key lengths sum to {sum(keys)}")
+    starts = None if kv_starts is None else kv_starts.tolist()
+    rep_rows = None if rep_starts is None else rep_starts.tolist()
+    blocks = None if settings is None else _fallback.Blocks.of(settings)
+    out = []
+    q_start = kv_start = rep_start = 0
+    for index, (q_len, kv_len) in enumerate(zip(queries, keys, strict=True)):
+        if not 0 <= q_len <= kv_len:
+            raise ValueError(
+                f"phsa_attention: sequence {index} has {q_len} queries and {kv_len} keys; allowed: "
+                "0 <= queries <= keys (the queries are the last positions)"
+            )
+        if starts is not None:
+            kv_start = starts[index]
+        if rep_rows is not None:
+            rep_start = rep_rows[index]
+        if kv_start < 0 or kv_start + kv_len > kv_rows:
+            raise ValueError(f"phsa_attention: sequence {index} reaches beyond the {kv_rows} rows of k")
+        out.append(_fallback.Sequence(q_start, q_len, kv_start, kv_len, rep_start))
+        q_start += q_len
+        kv_start += kv_len
+        if blocks is not None:
+            rep_start += blocks.rep_rows(kv_len)
+    return out
+
+
+def _int_tensor(values: list[int], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def _layout(seqs: list[_fallback.Sequence]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        _int_tensor([seq.q_len for seq in seqs], torch.int32),
+        _int_tensor([seq.kv_len for seq in seqs], torch.int32),
+        _int_tensor([seq.kv_start for seq in seqs], torch.int64),
+        _int_tensor([seq.rep_start for seq in seqs], torch.int64),
+    )
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _empty_outputs(q: Tensor, k: Tensor, policy: str, top_k: int, group_reduce: str) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        torch.empty(q.shape[:2], dtype=_lse_dtype(q), device=q.device),
+        torch.empty(_selection_shape(q, k, policy, top_k, group_reduce), dtype=torch.int32, device=q.device),
+    )
+
+
+def _run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    flags: Tensor | None,
+    reps: Tensor | None,
+    seqs: list[_fallback.Sequence],
+    settings: Settings,
+    lam: Sequence[float],
+    scale: float,
+    backend: str,
+    scores: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Attention, or, without v, the selection alone. With reps, the batch's new representatives are written first."""
+    kernels = _use_kernels(backend, q)
+    outputs = _empty_outputs(q, k, settings.policy, settings.top_k, settings.group_reduce)
+    out, lse, selection = (None, None, outputs[2]) if v is None else outputs
+    if kernels:
+        _kernel(
+            "forward",
+            _rows_contiguous(q),
+            _rows_contiguous(k),
+            None if v is None else _rows_contiguous(v),
+            flags,
+            reps,
+            *_layout(seqs),
+            *_native_settings(settings, lam),
+            scale,
+            torch.get_num_threads(),
+            out,
+            lse,
+            selection,
+            scores,
+        )
+    else:
+        if reps is not None and v is not None:
+            _fallback.write_reps(k, flags, reps, seqs, settings)
+        _fallback.forward(q, k, v, flags, reps, seqs, settings, scale, out, lse, selection, scores)
+    return out, lse, selection
+
+
+@torch.library.custom_op("phsa::attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    flags: Tensor | None,
+    q_lens: Tensor | None,
+    kv_lens: Tensor | None,
+    policy: str,
+    block: int,
+    init: int,
+    local: int,
+    top_k: int,
+    lam: Sequence[float],
+    group_reduce: str,
+    dense_below: int,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    settings = _settings(policy, block, init, local, top_k, lam, group_reduce, dense_below)
+    seqs = _sequences(q.shape[0], k.shape[0], q_lens, kv_lens)
+    out, lse, selection = _run_forward(q, k, v, flags, None, seqs, settings, lam, scale, backend)
+    assert out is not None and lse is not None
+    return out, lse, selection
+
+
+@_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    flags: Tensor | None,
+    q_lens: Tensor | None,
+    kv_lens: Tensor | None,
+    policy: str,
+    block: int,
+    init: int,
+    local: int,
+    top_k: int,
+    lam: Sequence[float],
+    group_reduce: str,
+    *rest: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_outputs(q, k, policy, top_k, group_reduce)
+
+
+@torch.library.custom_op("phsa::attention_backward", mutates_args=())
+def _attention_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    selection: Tensor,
+    q_lens: Tensor | None,
+    kv_lens: Tensor | None,
+    policy: str,
+    block: int,
+    init: int,
+    local: int,
+    top_k: int,
+    lam: Sequence[float],
+    group_reduce: str,
+    dense_below: int,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    settings = _settings(policy, block, init, local, top_k, lam, group_reduce, dense_below)
+    seqs = _sequences(q.shape[0], k.shape[0], q_lens, kv_lens)
+    # The kernels differentiate whole sequences; a chunk's gradient (q_len < kv_len) is computed in PyTorch.
+    whole = all(seq.q_len == seq.kv_len for seq in seqs)
+    if not whole or not _use_kernels(backend, q):
+        return _fallback.backward(q, k, v, out, lse, selection, d_out, seqs, settings, scale)
+    d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    _kernel(
+        "backward",
+        _rows_contiguous(d_out),
+        _rows_contiguous(q),
+        _rows_contiguous(k),
+        _rows_contiguous(v),
+        _rows_contiguous(out),
+        lse,
+        selection,
+        *_layout(seqs)[:3],
+        *_native_settings(settings, lam),
+        scale,
+        torch.get_num_threads(),
+        d_q,
+        d_k,
+        d_v,
+    )
+    return d_q, d_k, d_v
+
+
+@_attention_backward.register_fake
+def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+    d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    return d_q, d_k, d_v
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, _, q_lens, kv_lens, *rest = inputs
+    out, lse, selection = output
+    ctx.mark_non_differentiable(lse, selection)
+    ctx.save_for_backward(q, k, v, out, lse, selection, q_lens, kv_lens)
+    ctx.rest = rest
+
+
+def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None, d_selection: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, selection, q_lens, kv_lens = ctx.saved_tensors
+    grads = _attention_backward(d_out, q, k, v, out, lse, selection, q_lens, kv_lens, *ctx.rest)
+    return (*grads, *([None] * (3 + len(ctx.rest))))
+
+
+_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("phsa::attention_cached", mutates_args=("reps",))
+def _attention_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    flags: Tensor | None,
+    reps: Tensor,
+    q_lens: Tensor,
+    kv_lens: Tensor,
+    kv_starts: Tensor,
+    rep_starts: Tensor,
+    policy: str,
+    block: int,
+    init: int,
+    local: int,
+    top_k: int,
+    lam: Sequence[float],
+    group_reduce: str,
+    dense_below: int,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention over cached keys whose earlier representatives are in reps; the new ones are written there.
+
+    k, v: rows in which sequence s starts at kv_starts[s]; flags (rows,) alike; reps: (rows, kv_heads, width), sequence
+    s from rep_starts[s]. No gradients.
+    """
+    settings = _settings(policy, block, init, local, top_k, lam, group_reduce, dense_below)
+    seqs = _sequences(q.shape[0], k.shape[0], q_lens, kv_lens, kv_starts, rep_starts)
+    blocks = _fallback.Blocks.of(settings)
+    for index, seq in enumerate(seqs):
+        if seq.rep_start < 0 or seq.rep_start + blocks.rep_rows(seq.kv_len) > reps.shape[0]:
+            raise ValueError(f"phsa_attention: sequence {index} reaches beyond the {reps.shape[0]} rows of reps")
+    out, lse, selection = _run_forward(q, k, v, flags, reps, seqs, settings, lam, scale, backend)
+    assert out is not None and lse is not None
+    return out, lse, selection
+
+
+@_attention_cached.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    flags: Tensor | None,
+    reps: Tensor,
+    q_lens: Tensor,
+    kv_lens: Tensor,
+    kv_starts: Tensor,
+    rep_starts: Tensor,
+    policy: str,
+    block: int,
+    init: int,
+    local: int,
+    top_k: int,
+    lam: Sequence[float],
+    group_reduce: str,
+    *rest: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_outputs(q, k, policy, top_k, group_reduce)
+
+
+@torch.library.custom_op("phsa::represent", mutates_args=())
+def _represent(
+    k: Tensor,
+    flags: Tensor | None,
+    kv_lens: Tensor | None,
+    policy: str,
+    block: int,
+    lam: Sequence[float],
+    backend: str,
+) -> Tensor:
+    settings = _settings(policy, block, 0, 0, 1, lam, "sum", 0)
+    seqs = _sequences(k.shape[0], k.shape[0], kv_lens, kv_lens, settings=settings)
+    blocks = _fallback.Blocks.of(settings)
+    rows = sum(blocks.rep_rows(seq.kv_len) for seq in seqs)
+    reps = k.new_empty((rows, k.shape[1], blocks.rep_width(k.shape[2])))
+    if _use_kernels(backend, k):
+        _kernel(
+            "represent",
+            _rows_contiguous(k),
+            flags,
+            *_layout(seqs),
+            *_native_settings(settings, lam),
+            torch.get_num_threads(),
+            reps,
+        )
+    else:
+        _fallback.write_reps(k, flags, reps, seqs, settings)
+    return reps
+
+
+@_represent.register_fake
+def _(
+    k: Tensor,
+    flags: Tensor | None,
+    kv_lens: Tensor | None,
+    policy: str,
+    block: int,
+    lam: Sequence[float],
+    backend: str,
+) -> Tensor:
+    blocks = _fallback.Blocks.of(_settings(policy, block, 0, 0, 1, lam, "sum", 0))
+    if kv_lens is None:
+        rows = torch.sym_max(0, (k.shape[0] - blocks.rep_span) // blocks.rep_stride + 1)
+    else:
+        rows = torch.library.get_ctx().new_dynamic_size()
+    return k.new_empty((rows, k.shape[1], blocks.rep_width(k.shape[2])))
+
+
+@torch.library.custom_op("phsa::select", mutates_args=())
+def _select(
+    q: Tensor,
+    k: Tensor,
+    flags: Tensor | None,
+    q_lens: Tensor | None,
+    kv_lens: Tensor | None,
+    policy: str,
+    block: int,
+    init: int,
+    local: int,
+    top_k: int,
+    lam: Sequence[float],
+    group_reduce: str,
+    dense_below: int,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    settings = _settings(policy, block, init, local, top_k, lam, group_reduce, dense_below)
+    seqs = _sequences(q.shape[0], k.shape[0], q_lens, kv_lens)
+    shape = _selection_shape(q, k, policy, top_k, group_reduce)
+    scores = torch.empty(shape, dtype=torch.float32, device=q.device)
+    _, _, selection = _run_forward(q, k, None, flags, None, seqs, settings, lam, scale, backend, scores)
+    return selection, scores
+
+
+@_select.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    flags: Tensor | None,
+    q_lens: Tensor | None,
+    kv_lens: Tensor | None,
+    policy: str,
+    block: int,
+    init: int,
+    local: int,
+    top_k: int,
+    lam: Sequence[float],
+    group_reduce: str,
+    *rest: object,
+) -> tuple[Tensor, Tensor]:
+    shape = _selection_shape(q, k, policy, top_k, group_reduce)
+    return (
+        torch.empty(shape, dtype=torch.int32, device=q.device),
+        torch.empty(shape, dtype=torch.float32, device=q.device),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What users call.
+
+
+def _lams(lam: float | Sequence[float], head_lambda: Sequence[float] | None, kv_heads: int) -> list[float]:
+    lams = lam if head_lambda is None else head_lambda
+    if isinstance(lams, (int, float)):
+        return [float(lams)]
+    if len(lams) not in (1, kv_heads):
+        raise ValueError(
+            f"phsa_attention: lambda lists {len(lams)} values; allowed: one, or one per KV head ({kv_heads})"
+        )
+    return [float(value) for value in lams]
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor | None, flags: Tensor | None) -> None:
+    for name, x in (("k", k), ("v", v)):
+        if x is None:
+            continue
+        if x.dim() != q.dim():
+            raise ValueError(f"phsa_attention: {name} has {x.dim()} dimensions, q has {q.dim()}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"phsa_attention: {name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}")
+    if not q.dtype.is_floating_point or q.dtype.itemsize < 2:
+        raise ValueError(f"phsa_attention: q is {q.dtype}; allowed: float32, float16, bfloat16, float64")
+    if v is not None and v.shape != k.shape:
+        raise ValueError(f"phsa_attention: v has the shape {tuple(v.shape)}, k {tuple(k.shape)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"phsa_attention: q has head_dim {q.shape[-1]}, k has {k.shape[-1]}")
+    if k.shape[-2] < 1 or q.shape[-2] % k.shape[-2] or q.shape[-2] < 1:
+        raise ValueError(
+            f"phsa_attention: {q.shape[-2]} query heads; allowed: a multiple of the {k.shape[-2]} KV heads"
+        )
+    if flags is not None:
+        if flags.dtype not in (torch.uint8, torch.bool):
+            raise ValueError(f"phsa_attention: flags are {flags.dtype}; allowed: uint8, bool")
+        if flags.shape != k.shape[:-2] or flags.device != k.device:
+            raise ValueError(
+                f"phsa_attention: flags have the shape {tuple(flags.shape)} on {flags.device}; "
+                f"one per token is {tuple(k.shape[:-2])} on {k.device}"
+            )
+
+
+def _as_lengths(lengths: Tensor | Sequence[int] | None, name: str) -> Tensor | None:
+    if lengths is None or isinstance(lengths, Tensor):
+        if lengths is not None and (lengths.dim() != 1 or lengths.dtype not in (torch.int32, torch.int64)):
+            raise ValueError(
+                f"phsa_attention: {name} is {lengths.dim()}-D {lengths.dtype}; allowed: 1-D int32 or int64"
+            )
+        return lengths
+    return torch.tensor(list(lengths), dtype=torch.int32)
+
+
+def _take_lengths(
+    cu_seqlens: Tensor | Sequence[int] | None,
+    q_lens: Tensor | Sequence[int] | None,
+    kv_lens: Tensor | Sequence[int] | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    if cu_seqlens is not None:
+        if q_lens is not None or kv_lens is not None:
+            raise ValueError("phsa_attention: give cu_seqlens, or q_lens and kv_lens, not both")
+        starts = _as_lengths(cu_seqlens, "cu_seqlens")
+        assert starts is not None
+        if starts.shape[0] < 2:
+            raise ValueError("phsa_attention: cu_seqlens has fewer than 2 entries; allowed: sequences + 1")
+        lengths = starts.diff()
+        return lengths, lengths
+    if (q_lens is None) != (kv_lens is None):
+        raise ValueError("phsa_attention: q_lens and kv_lens go together")
+    return _as_lengths(q_lens, "q_lens"), _as_lengths(kv_lens, "kv_lens")
+
+
+def _batch_lengths(x: Tensor) -> Tensor:
+    return torch.full((x.shape[0],), x.shape[1], dtype=torch.int32)
+
+
+def _flag_bytes(flags: Tensor | None) -> Tensor | None:
+    if flags is None:
+        return None
+    return flags.to(torch.uint8) if flags.dtype != torch.uint8 else flags
+
+
+class _Call:
+    """The arguments that all operators share, checked and in the operators' form."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        flags: Tensor | None,
+        settings: Settings,
+        lam: float | Sequence[float],
+        head_lambda: Sequence[float] | None,
+        scale: float | None,
+        cu_seqlens: Tensor | Sequence[int] | None,
+        q_lens: Tensor | Sequence[int] | None,
+        kv_lens: Tensor | Sequence[int] | None,
+        backend: str,
+    ) -> None:
+        if q.dim() not in (3, 4):
+            raise ValueError(
+                f"phsa_attention: q has {q.dim()} dimensions; allowed: 3 (tokens, heads, head_dim) or "
+                "4 (batch, tokens, heads, head_dim)"
+            )
+        _check_tensors(q, k, v, flags)
+        if backend not in BACKENDS:
+            raise ValueError(f"phsa_attention: backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+        if scale is not None and not 0 < scale < float("inf"):
+            raise ValueError(f"phsa_attention: scale is {scale}; allowed: a positive number")
+        self.batch = q.shape[:-2] if q.dim() == 4 else None
+        self.q_lens, self.kv_lens = _take_lengths(cu_seqlens, q_lens, kv_lens)
+        self.q, self.k, self.v, self.flags = q, k, v, _flag_bytes(flags)
+        if self.batch is not None:
+            if self.q_lens is not None:
+                raise ValueError("phsa_attention: cu_seqlens, q_lens and kv_lens need 3-D tensors")
+            if q.shape[0] != k.shape[0]:
+                raise ValueError(f"phsa_attention: q has a batch of {q.shape[0]}, k of {k.shape[0]}")
+            self.q_lens, self.kv_lens = _batch_lengths(q), _batch_lengths(k)
+            self.q, self.k = q.flatten(0, 1), k.flatten(0, 1)
+            self.v = None if v is None else v.flatten(0, 1)
+            self.flags = None if self.flags is None else self.flags.flatten()
+        elif self.q_lens is None and q.shape[0] > k.shape[0]:
+            raise ValueError(f"phsa_attention: {q.shape[0]} queries but {k.shape[0]} keys")
+        block = settings.block
+        assert block is not None
+        # More slots than blocks would only be padding, and "a top_k that covers everything" may be huge.
+        top_k = min(settings.top_k, self.k.shape[0] // block)
+        self.settings = (
+            settings.policy,
+            block,
+            settings.init,
+            settings.local,
+            top_k,
+            _lams(lam, head_lambda, k.shape[-2]),
+            settings.group_reduce,
+            settings.dense_below,
+            default_scale(q.shape[-1]) if scale is None else float(scale),
+            backend,
+        )
+
+    def batched(self, x: Tensor) -> Tensor:
+        return x if self.batch is None else x.unflatten(0, self.batch)
+
+
+def _make_settings(
+    policy: str,
+    top_k: int,
+    lam: float | Sequence[float],
+    init: int,
+    local: int,
+    block: int | None,
+    group_reduce: str,
+    dense_below: int,
+    head_lambda: Sequence[float] | None,
+) -> Settings:
+    lams = lam if head_lambda is None else head_lambda
+    return Settings(
+        policy=policy,
+        top_k=top_k,
+        lam=lams if isinstance(lams, (int, float)) else tuple(lams),
+        init=init,
+        local=local,
+        block=block,
+        group_reduce=group_reduce,
+        dense_below=dense_below,
+    )
+
+
+def phsa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    flags: Tensor | None = None,
+    *,
+    top_k: int = 16,
+    lam: float | Sequence[float] = 0.9,
+    init: int = 128,
+    local: int = 512,
+    block: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    q_lens: Tensor | Sequence[int] | None = None,
+    kv_lens: Tensor | Sequence[int] | None = None,
+    policy: str = "phsa",
+    group_reduce: str = "sum",
+    head_lambda: Sequence[float] | None = None,
+    scale: float | None = None,
+    dense_below: int = 0,
+    return_selection: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, ...]:
+    """Sparse causal attention.
+
+    Args:
+        q: (tokens, q_heads, head_dim), or (batch, tokens, q_heads, head_dim) for sequences of equal length.
+        k, v: the same with kv_heads, which divides q_heads. Keys are those of the cache: after norm and RoPE.
+        flags: one per token of k, uint8 or bool: whether it is punctuation. None: no token is.
+        top_k: chosen blocks per query and KV head.
+        lam: weight of the plain mean in a block's representative, 0 to 1; or one per KV head, as head_lambda.
+        init, local: tokens always read at the start and before the query's own block, multiples of block.
+        block: tokens per block, 16, 32 or 64. None: the policy's own (64 for infllm2-64, else 16).
+        cu_seqlens: (sequences + 1,) where the packed sequences start, and the end. None: one sequence.
+        q_lens, kv_lens: in place of cu_seqlens where the queries of a sequence are the last q_len of its kv_len
+            positions: a chunk of a prompt, or decoding. Without any of the three, the queries are the last positions
+            of the one sequence.
+        policy: phsa, dense, infllm2, infllm2-64, streaming or quest.
+        group_reduce: how the query heads of a KV head agree: sum, max, or none (each chooses for itself).
+        scale: of the dot products. None: 1/sqrt(head_dim).
+        dense_below: query positions below this read everything.
+        return_selection: whether to return the chosen blocks too.
+        backend: auto, cpu (the kernels) or torch (plain PyTorch).
+
+    Returns:
+        The output, shaped as q, and the natural logarithm of the sum of the exponentials (tokens, q_heads) in f32
+        (f64 for f64), which carries no gradient. With return_selection also the chosen blocks, int32 (tokens, choosing
+        heads, slots), ascending, -1 beyond the last; there are min(top_k, blocks) slots.
+
+        Gradients flow to q, k and v through the attention over the selected tokens, none through the selection.
+    """
+    settings = _make_settings(policy, top_k, lam, init, local, block, group_reduce, dense_below, head_lambda)
+    call = _Call(q, k, v, flags, settings, lam, head_lambda, scale, cu_seqlens, q_lens, kv_lens, backend)
+    if call.q_lens is None and q.shape[0] != k.shape[0]:
+        call.q_lens, call.kv_lens = _as_lengths([q.shape[0]], ""), _as_lengths([k.shape[0]], "")
+    out, lse, selection = _attention(call.q, call.k, call.v, call.flags, call.q_lens, call.kv_lens, *call.settings)
+    out, lse = call.batched(out), call.batched(lse)
+    return (out, lse, call.batched(selection)) if return_selection else (out, lse)
+
+
+def representatives(
+    k: Tensor,
+    flags: Tensor | None = None,
+    *,
+    lam: float | Sequence[float] = 0.9,
+    block: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    policy: str = "phsa",
+    head_lambda: Sequence[float] | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """One representative per complete block and KV head: (rows, kv_heads, width), in the type of k, no gradient.
+
+    The rows of packed sequences follow each other; an incomplete block has none. For quest a row holds the maxima,
+    then the minima, of the channels; for infllm2-64 there is a row every 16 tokens, the mean of 32.
+    """
+    if policy in ("dense", "streaming"):
+        raise ValueError(
+            f"representatives: policy is {policy!r}, which has none; allowed: phsa, infllm2, infllm2-64, quest"
+        )
+    if k.dim() != 3:
+        raise ValueError(f"representatives: k has {k.dim()} dimensions; allowed: 3 (tokens, kv_heads, head_dim)")
+    settings = _make_settings(policy, 1, lam, 0, 0, block, "sum", 0, head_lambda)
+    call = _Call(k, k, None, flags, settings, lam, head_lambda, None, cu_seqlens, None, None, backend)
+    assert settings.block is not None
+    with torch.no_grad():
+        return _represent(
+            k, call.flags, call.kv_lens, policy, settings.block, _lams(lam, head_lambda, k.shape[1]), backend
+        )
+
+
+def select(
+    q: Tensor,
+    k: Tensor,
+    flags: Tensor | None = None,
+    *,
+    top_k: int = 16,
+    lam: float | Sequence[float] = 0.9,
+    init: int = 128,
+    local: int = 512,
+    block: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    q_lens: Tensor | Sequence[int] | None = None,
+    kv_lens: Tensor | Sequence[int] | None = None,
+    policy: str = "phsa",
+    group_reduce: str = "sum",
+    head_lambda: Sequence[float] | None = None,
+    scale: float | None = None,
+    dense_below: int = 0,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The selection alone: the chosen blocks and their scores, arguments as in phsa_attention, no gradient.
+
+    Both are (tokens, choosing heads, slots); the scores are f32, 0 beyond the last block.
+    """
+    settings = _make_settings(policy, top_k, lam, init, local, block, group_reduce, dense_below, head_lambda)
+    call = _Call(q, k, None, flags, settings, lam, head_lambda, scale, cu_seqlens, q_lens, kv_lens, backend)
+    if call.q_lens is None and q.shape[0] != k.shape[0]:
+        call.q_lens, call.kv_lens = _as_lengths([q.shape[0]], ""), _as_lengths([k.shape[0]], "")
+    with torch.no_grad():
+        selection, scores = _select(call.q, call.k, call.flags, call.q_lens, call.kv_lens, *call.settings)
+    return call.batched(selection), call.batched(scores)
