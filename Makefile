@@ -30,23 +30,23 @@ help: ## this list
 	@echo "PYTEST_ARGS, FUZZ_SECONDS ($(FUZZ_SECONDS)), PHSA_SKIP_PACKAGES=1 (do not ask apt)"
 
 demo: packages ## builds, then compares dense, InfLLM v2 and PHSA on this machine
-	cmake --preset release -DPHSA_TORCH=OFF
+	cmake --preset release
 	cmake --build --preset release --target phsa_demo
 	build/release/bin/phsa-demo $(DEMO_ARGS)
 
 test: packages-test venv format-check test-cpp test-asan test-tsan test-python ## everything that can be tested here
 
 bench: packages ## measures the attention on this machine
-	cmake --preset release -DPHSA_TORCH=OFF
+	cmake --preset release
 	cmake --build --preset release --target bench_attention
 	build/release/bin/bench_attention $(BENCH_ARGS)
 
 build: packages ## builds the release preset into build/release
-	cmake --preset release -DPHSA_TORCH=OFF
+	cmake --preset release
 	cmake --build --preset release
 
 install: packages ## installs libphsa and its headers into PREFIX
-	cmake --preset release -DPHSA_TORCH=OFF -DCMAKE_INSTALL_PREFIX=$(PREFIX)
+	cmake --preset release -DCMAKE_INSTALL_PREFIX=$(PREFIX)
 	cmake --build --preset release --target phsa
 	cmake --install build/release --prefix $(PREFIX)
 	@if [ -z "$(DESTDIR)" ] && [ "$$(id -u)" = 0 ]; then ldconfig; fi
@@ -59,7 +59,7 @@ format-check: packages-test venv ## fails where `make format` would change somet
 
 tidy: ## clang-tidy over the C++ sources
 	@scripts/install-packages.sh build test tidy
-	cmake --preset release -DPHSA_TORCH=OFF
+	cmake --preset release
 	run-clang-tidy-14 -quiet -p build/release -j $(JOBS) '/(src|tests|bench)/.*\.cc$$'
 
 sanitize: packages-test test-asan test-tsan ## the C++ tests under ASan and UBSan, the threaded ones under TSan
@@ -83,8 +83,8 @@ venv:
 	@scripts/make-venv.sh
 
 test-cpp: packages-test venv
-	cmake --preset release -DPHSA_TORCH=ON -DPHSA_PYTHON=$(python)
-	cmake --build --preset release
+	cmake --preset release -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python)
+	cmake --build --preset release --target all phsa_torch
 	ctest --preset release
 
 test-asan: packages-test
@@ -98,6 +98,6 @@ test-tsan: packages-test
 	$(no_aslr) ctest --preset tsan
 
 test-python: packages-test venv
-	cmake --preset release -DPHSA_TORCH=ON -DPHSA_PYTHON=$(python)
-	cmake --build --preset release
+	cmake --preset release -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python)
+	cmake --build --preset release --target all phsa_torch
 	PYTHONPATH=python $(python) -m pytest python/tests $(PYTEST_ARGS)

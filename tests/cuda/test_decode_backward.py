@@ -1,0 +1,542 @@
+"""Decode and backward on the GPU against plain float32 and float64 PyTorch.
+
+Build the library (about a minute), then run this file or give it to pytest:
+
+    make_flags="-gencode=arch=compute_90a,code=sm_90a -std=c++20 -O3 --expt-relaxed-constexpr -Iinclude -Isrc"
+    mkdir -p build/cuda && cd src/attention/cuda
+    nvcc $make_flags -shared -Xcompiler -fPIC decode.cu backward.cu shims_decode_backward.cu -o libphsa_decode_backward.so
+
+PHSA_CUDA_LIBRARY names the library where it lies elsewhere than build/cuda/libphsa_decode_backward.so.
+"""
+
+import ctypes
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+try:
+    import pytest
+except ImportError:  # a GPU machine may have torch and nothing else: run as a program, the file needs no pytest
+    pytest = None
+
+BLOCK = 16
+INT_MAX = 2**31 - 1
+DTYPES = {torch.float16: 1, torch.bfloat16: 2}
+GROUP_SUM, GROUP_MAX = 0, 1
+
+if not torch.cuda.is_available():
+    if pytest is None:
+        sys.exit("needs a GPU")
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+
+def over(names):
+    """Runs a test once per name, under pytest and without it."""
+
+    def mark(test):
+        test.names = list(names)
+        return pytest.mark.parametrize("name", test.names)(test) if pytest else test
+
+    return mark
+
+
+
+class Method(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("init_blocks", "local_blocks", "top_k", "dense_below")] + [
+        ("scale", ctypes.c_float)
+    ]
+
+
+def _struct(name, fields):
+    kinds = {"i": ctypes.c_int32, "l": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float, "z": ctypes.c_size_t}
+    out = [("method", Method)]
+    for field in fields.split():
+        kind, names = field.split(":")
+        out += [(n, kinds[kind]) for n in names.split(",")]
+    return type(name, (ctypes.Structure,), {"_fields_": out})
+
+
+DecodeParams = _struct(
+    "DecodeParams",
+    "i:dtype,num_seqs,num_q_heads,num_kv_heads,head_dim,max_kv_len,group_reduce p:kv_lens f:lambda_ p:head_lambda "
+    "p:q l:q_token_stride,q_head_stride p:k l:k_token_stride,k_head_stride,k_page_stride "
+    "p:v l:v_token_stride,v_head_stride,v_page_stride p:flags l:flags_page_stride "
+    "p:reps l:rep_row_stride,rep_head_stride,rep_page_stride i:page_size p:page_table l:page_table_stride "
+    "p:kv_starts,rep_starts p:out l:out_token_stride,out_head_stride p:lse,selection,workspace z:workspace_size",
+)
+BackwardParams = _struct(
+    "BackwardParams",
+    "i:dtype,num_seqs,num_q_heads,num_kv_heads,head_dim,total_tokens,max_seq_len p:cu_seqlens "
+    "p:q l:q_token_stride,q_head_stride p:k l:k_token_stride,k_head_stride p:v l:v_token_stride,v_head_stride "
+    "p:out l:out_token_stride,out_head_stride p:lse,selection p:d_out l:d_out_token_stride,d_out_head_stride "
+    "p:d_q l:d_q_token_stride,d_q_head_stride p:d_k l:d_k_token_stride,d_k_head_stride "
+    "p:d_v l:d_v_token_stride,d_v_head_stride p:workspace z:workspace_size",
+)
+
+
+def load_library():
+    default = Path(__file__).resolve().parents[2] / "build" / "cuda" / "libphsa_decode_backward.so"
+    library = ctypes.CDLL(os.environ.get("PHSA_CUDA_LIBRARY", str(default)))
+    for name, params in (("decode", DecodeParams), ("backward", BackwardParams)):
+        size = getattr(library, f"phsa_cuda_{name}_params_size")
+        size.restype = ctypes.c_size_t
+        assert size() == ctypes.sizeof(params), f"{name}: this file's mirror of the parameters is out of date"
+        workspace = getattr(library, f"phsa_cuda_{name}_workspace")
+        workspace.restype = ctypes.c_size_t
+        workspace.argtypes = [ctypes.POINTER(params)]
+        getattr(library, f"phsa_cuda_{name}").argtypes = [ctypes.POINTER(params), ctypes.c_void_p]
+    return library
+
+
+LIBRARY = load_library()
+
+
+def drifting(tokens, heads, dim, factor, size, generator):
+    """Rows that drift over the tokens, as those of a model do: neighbours choose alike."""
+    noise = torch.randn(tokens, heads, dim, device="cuda", generator=generator)
+    # A first-order filter as a short convolution: 0.95^128 is 0.001.
+    steps = min(tokens, 128)
+    kernel = factor ** torch.arange(steps - 1, -1, -1, device="cuda", dtype=torch.float32)
+    padded = torch.nn.functional.pad(noise.permute(1, 2, 0).reshape(heads * dim, 1, tokens), (steps - 1, 0))
+    rows = torch.nn.functional.conv1d(padded, kernel.view(1, 1, -1)) * (1 - factor**2) ** 0.5 * size
+    return rows.view(heads, dim, tokens).permute(2, 0, 1).contiguous()
+
+
+def representatives(k, flags, lam):
+    """k [tokens][heads][dim], flags [tokens] -> [blocks][heads][dim] in float32."""
+    blocks = k.shape[0] // BLOCK
+    keys = k[: blocks * BLOCK].float().view(blocks, BLOCK, *k.shape[1:])
+    flag = flags[: blocks * BLOCK].view(blocks, BLOCK).float()
+    count = flag.sum(1, keepdim=True)
+    weight = torch.where(count > 0, lam / BLOCK + (1 - lam) * flag / count.clamp(min=1), 1 / BLOCK)
+    return torch.einsum("bi,bihd->bhd", weight, keys)
+
+
+class DecodeCase:
+    def __init__(self, dtype=torch.bfloat16, dim=128, q_heads=16, kv_heads=8, lens=(1000,), top_k=16, init=128,
+                 local=512, page_size=64, dense_below=0, lam=0.9, reduce=GROUP_SUM, max_kv_len=None, seed=1,
+                 zero_q=False):
+        g = torch.Generator(device="cuda").manual_seed(seed)
+        self.dtype, self.dim, self.q_heads, self.kv_heads = dtype, dim, q_heads, kv_heads
+        self.lens, self.top_k, self.init, self.local = list(lens), top_k, init // BLOCK, local // BLOCK
+        self.page_size, self.dense_below, self.lam, self.reduce = page_size, dense_below, lam, reduce
+        self.max_kv_len = max_kv_len or max(lens)
+        nseq = len(lens)
+        self.q = (torch.randn(nseq, q_heads, dim, device="cuda", generator=g) * (0 if zero_q else 1.5)).to(dtype)
+        self.ks = [drifting(n, kv_heads, dim, 0.95, 1.0, g).to(dtype) if n else None for n in lens]
+        self.vs = [torch.randn(n, kv_heads, dim, device="cuda", generator=g).to(dtype) if n else None for n in lens]
+        self.fs = [(torch.rand(n, device="cuda", generator=g) < 0.12).to(torch.uint8) if n else None for n in lens]
+        self.reps = [representatives(k, f, lam).to(dtype) if n else None for k, f, n in zip(self.ks, self.fs, lens)]
+        nan = float("nan")
+        if page_size:
+            per_page = page_size // BLOCK
+            pages = [-(-n // page_size) for n in lens]
+            total = sum(pages) + 3
+            order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
+            self.k = torch.full((total, page_size, kv_heads, dim), nan, device="cuda", dtype=dtype)
+            self.v, self.r = self.k.clone(), self.k[:, :per_page].clone()
+            self.flags = torch.full((total, page_size), 1, device="cuda", dtype=torch.uint8)
+            self.table = torch.full((nseq, max(pages) + 1), 2**30, device="cuda", dtype=torch.int32)
+            at = 0
+            self.rep_at = []
+            for s, n in enumerate(lens):
+                mine = order[at : at + pages[s]]
+                at += pages[s]
+                if not n:
+                    self.rep_at.append(None)
+                    continue
+                self.table[s, : pages[s]] = torch.tensor(mine, device="cuda", dtype=torch.int32)
+                index = torch.tensor(mine, device="cuda")
+                token = torch.arange(n, device="cuda")
+                where = (index[token // page_size], token % page_size)
+                self.k[where], self.v[where], self.flags[where] = self.ks[s], self.vs[s], self.fs[s]
+                block = torch.arange(self.reps[s].shape[0], device="cuda")
+                where = (index[block // per_page], block % per_page)
+                # The representative that the new token completes is the kernel's to write.
+                rows = self.reps[s].clone()
+                if n % BLOCK == 0:
+                    rows[-1] = nan
+                self.r[where] = rows
+                self.rep_at.append(tuple(x[-1] for x in where) if len(block) else None)
+            self.starts = self.rep_starts = None
+        else:
+            self.k = torch.cat([x for x in self.ks if x is not None])
+            self.v = torch.cat([x for x in self.vs if x is not None])
+            self.flags = torch.cat([x for x in self.fs if x is not None])
+            rows = [r.clone() for r in self.reps if r is not None]
+            for r, n in zip(rows, [n for n in lens if n]):
+                if n % BLOCK == 0:
+                    r[-1] = nan
+            self.r = torch.cat(rows) if sum(len(r) for r in rows) else torch.zeros(1, kv_heads, dim, device="cuda", dtype=dtype)
+            starts, reps = [0], [0]
+            for n in lens:
+                starts.append(starts[-1] + n)
+                reps.append(reps[-1] + n // BLOCK)
+            self.rep_at = [(reps[s + 1] - 1,) if n >= BLOCK else None for s, n in enumerate(lens)]
+            self.starts = torch.tensor(starts[:-1], device="cuda", dtype=torch.int64)
+            self.rep_starts = torch.tensor(reps[:-1], device="cuda", dtype=torch.int64)
+            self.table = None
+        self.kv_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
+        self.out = torch.full_like(self.q, nan)
+        self.lse = torch.full((nseq, q_heads), nan, device="cuda")
+        self.selection = torch.full((nseq, kv_heads, top_k), -7, device="cuda", dtype=torch.int32)
+        p = DecodeParams()
+        p.method = Method(self.init, self.local, top_k, dense_below, dim**-0.5)
+        p.dtype, p.num_seqs, p.num_q_heads, p.num_kv_heads, p.head_dim = DTYPES[dtype], nseq, q_heads, kv_heads, dim
+        p.max_kv_len, p.group_reduce, p.lambda_ = self.max_kv_len, reduce, lam
+        p.kv_lens, p.q, p.out, p.lse = (x.data_ptr() for x in (self.kv_lens, self.q, self.out, self.lse))
+        p.selection = self.selection.data_ptr() if top_k else None
+        p.q_token_stride, p.q_head_stride = self.q.stride()[:2]
+        p.out_token_stride, p.out_head_stride = self.out.stride()[:2]
+        p.k, p.v, p.reps, p.flags = (x.data_ptr() for x in (self.k, self.v, self.r, self.flags))
+        for name, x in (("k", self.k), ("v", self.v)):
+            setattr(p, f"{name}_token_stride", x.stride(-3))
+            setattr(p, f"{name}_head_stride", x.stride(-2))
+            setattr(p, f"{name}_page_stride", x.stride(0))
+        p.rep_row_stride, p.rep_head_stride, p.rep_page_stride = self.r.stride(-3), self.r.stride(-2), self.r.stride(0)
+        p.flags_page_stride, p.page_size = self.flags.stride(0), page_size
+        if page_size:
+            p.page_table, p.page_table_stride = self.table.data_ptr(), self.table.stride(0)
+        else:
+            p.kv_starts, p.rep_starts = self.starts.data_ptr(), self.rep_starts.data_ptr()
+        size = LIBRARY.phsa_cuda_decode_workspace(p)
+        assert size > 0
+        # Whatever was in the workspace before must not matter.
+        self.workspace = torch.full((size,), 255, device="cuda", dtype=torch.uint8)
+        p.workspace, p.workspace_size = self.workspace.data_ptr(), size
+        self.params = p
+
+    def run(self):
+        status = LIBRARY.phsa_cuda_decode(self.params, torch.cuda.current_stream().cuda_stream)
+        assert status == 0, f"CUDA error {status}"
+
+    def group_scores(self, s):
+        n = self.lens[s]
+        own = (n - 1) // BLOCK
+        group = self.q_heads // self.kv_heads
+        q = self.q[s].double().view(self.kv_heads, group, self.dim)
+        logits = torch.einsum("hgd,thd->hgt", q, self.reps[s][:own].double()) * self.dim**-0.5
+        soft = logits.softmax(-1)
+        return soft.amax(1) if self.reduce == GROUP_MAX else soft.sum(1)
+
+    def check(self):
+        """Returns (selections that differ by rounding, worst error over that of the same dtype's dense attention)."""
+        differing, worst = 0, 0.0
+        group = self.q_heads // self.kv_heads
+        for s, n in enumerate(self.lens):
+            if n == 0:
+                assert (self.out[s] == 0).all()
+                continue
+            own = (n - 1) // BLOCK
+            dense = n - 1 < self.dense_below
+            lo = min(self.init, own + 1)
+            hi = max(lo, own - self.local)
+            want = min(self.top_k, hi - lo)
+            selection = self.selection[s].long() if self.top_k else torch.empty(self.kv_heads, 0, dtype=torch.long, device="cuda")
+            if dense:
+                assert (selection == -1).all()
+                blocks = torch.arange(own + 1, device="cuda").expand(self.kv_heads, -1)
+            else:
+                assert (selection[:, want:] == -1).all()
+                mine = selection[:, :want]
+                assert ((mine >= lo) & (mine < hi)).all() and (mine.diff(dim=-1) > 0).all()
+                if 0 < want < hi - lo:
+                    scores = self.group_scores(s)[:, lo:hi]
+                    ref = scores.sort(dim=-1, descending=True, stable=True).indices[:, :want].sort(-1).values + lo
+                    for h in (mine != ref).any(-1).nonzero().flatten().tolist():
+                        a = scores[h][mine[h] - lo].sort().values
+                        b = scores[h][ref[h] - lo].sort().values
+                        assert ((a - b).abs() <= 2e-5 * b).all(), (s, h, mine[h], ref[h])
+                        differing += 1
+                fixed = torch.tensor(sorted({*range(lo), *range(max(0, own - self.local), own + 1)}), device="cuda")
+                blocks = torch.cat([fixed.expand(self.kv_heads, -1), mine], 1).sort(-1).values
+            tokens = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device="cuda")).flatten(1)
+            tokens = tokens[tokens < n].view(self.kv_heads, -1)
+            heads = torch.arange(self.kv_heads, device="cuda")[:, None]
+            k, v = self.ks[s][tokens, heads], self.vs[s][tokens, heads]
+            q = self.q[s].view(self.kv_heads, group, self.dim)
+            logits = torch.einsum("hgd,htd->hgt", q.double(), k.double()) * self.dim**-0.5
+            exact = torch.einsum("hgt,htd->hgd", logits.softmax(-1), v.double()).view(self.q_heads, self.dim)
+            same = torch.nn.functional.scaled_dot_product_attention(
+                q[None], k[None], v[None]).view(self.q_heads, self.dim)
+            error = (self.out[s].double() - exact).norm() / exact.norm()
+            usual = (same.double() - exact).norm() / exact.norm()
+            assert torch.isfinite(self.out[s]).all()
+            assert error <= 2 * usual + 1e-6, (s, n, error, usual)
+            worst = max(worst, (error / usual.clamp(min=1e-6)).item())
+            torch.testing.assert_close(self.lse[s].double(), logits.logsumexp(-1).flatten(), atol=1e-3, rtol=1e-4)
+            if self.rep_at[s] is not None and n % BLOCK == 0:
+                rep = self.r[self.rep_at[s]].float()
+                exact_rep = representatives(self.ks[s], self.fs[s], self.lam)[-1]
+                step = 2.0**-8 if self.dtype == torch.bfloat16 else 2.0**-11
+                assert ((rep - exact_rep).abs() <= step * exact_rep.abs() * 1.01 + 1e-6).all()
+        return differing, worst
+
+
+DECODE_CASES = {
+    "contiguous": dict(lens=(4000, 1, 15, 16, 17, 700, 2048), page_size=0),
+    "pages": dict(lens=(5000, 0, 33, 4096, 1024, 657), page_size=64, max_kv_len=9000),
+    "page_of_one_block": dict(lens=(3000, 2999), page_size=16),
+    "page_of_48": dict(lens=(3000, 6001), page_size=48),
+    "half": dict(lens=(5000, 3007), dtype=torch.float16),
+    "dim_64": dict(lens=(5000, 3008), dim=64, q_heads=9, kv_heads=3),
+    "half_64": dict(lens=(5008, 3007), dim=64, dtype=torch.float16),
+    "group_1": dict(lens=(5000,), q_heads=4, kv_heads=4),
+    "group_6": dict(lens=(16000, 400), q_heads=12, kv_heads=2),
+    "group_16": dict(lens=(7000, 9000), q_heads=16, kv_heads=1),
+    "group_16_of_64": dict(lens=(7000,), q_heads=32, kv_heads=2, dim=64),
+    "k_0": dict(lens=(4000, 100), top_k=0),
+    "k_1": dict(lens=(4000, 100), top_k=1, init=16, local=128),
+    "k_64": dict(lens=(40000, 2000), top_k=64),
+    "no_init": dict(lens=(4000,), init=0),
+    "no_local": dict(lens=(4000, 4001), local=0),
+    "maximum": dict(lens=(8000,), reduce=GROUP_MAX),
+    "dense": dict(lens=(8000, 70000, 3), top_k=0, dense_below=INT_MAX),
+    "dense_below": dict(lens=(3000, 2048, 2049, 6000), dense_below=2048),
+    "long": dict(lens=(600000,), q_heads=4, kv_heads=2, page_size=1024),
+    "all_scores_equal": dict(lens=(30000,), zero_q=True),
+}
+
+
+@over(DECODE_CASES)
+def test_decode_matches_the_reference_and_repeats_its_bits(name):
+    case = DecodeCase(**DECODE_CASES[name])
+    case.run()
+    torch.cuda.synchronize()
+    differing, worst = case.check()
+    print(f"{name}: {differing} selections differ by rounding, error {worst:.2f} of dense")
+    first = (case.out.clone(), case.lse.clone(), case.selection.clone())
+    case.out.fill_(float("nan"))
+    case.run()
+    torch.cuda.synchronize()
+    for a, b in zip(first, (case.out, case.lse, case.selection)):
+        assert torch.equal(a, b)
+    if name == "all_scores_equal":
+        assert (case.selection == torch.arange(8, 24, device="cuda")).all()
+
+
+def test_decode_of_a_sequence_has_the_same_bits_in_any_batch():
+    alone = DecodeCase(lens=(5000,), max_kv_len=9000)
+    alone.run()
+    batch = DecodeCase(lens=(5000,) * 3, max_kv_len=9000, seed=5)
+    batch.q[1] = alone.q[0]
+    for to, one in ((batch.k, alone.k), (batch.v, alone.v), (batch.r, alone.r)):
+        to[batch.table[1, :79].long()] = one[alone.table[0, :79].long()]
+    batch.run()
+    torch.cuda.synchronize()
+    assert torch.equal(alone.out[0], batch.out[1]) and torch.equal(alone.selection[0], batch.selection[1])
+
+
+def test_decode_in_a_graph_follows_the_lengths():
+    """One graph, replayed while the sequences grow token by token over a block's end."""
+    long = DecodeCase(lens=(3010, 1500), seed=3)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        long.run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            long.run()
+    for shorter in (30, 20, 5, 1, 0):
+        lens = [n - shorter for n in (3010, 1500)]
+        long.kv_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        long.lens = lens
+        long.out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        full = long.rep_at
+        long.rep_at = [None, None]
+        long.check()
+        long.rep_at = full
+
+
+def select(q, k, flags, top_k, init, local, lam, dense_below=0, chunk=2048):
+    """The selection of one sequence, [token][kv_head][top_k], by the method's own words, in float32."""
+    tokens, kv_heads, dim = k.shape
+    group = q.shape[1] // kv_heads
+    out = torch.full((tokens, kv_heads, top_k), -1, device="cuda", dtype=torch.int32)
+    reps = representatives(k, flags, lam).to(k.dtype).float()
+    blocks = torch.arange(reps.shape[0], device="cuda")
+    for first in range(0, tokens, chunk):
+        position = torch.arange(first, min(first + chunk, tokens), device="cuda")
+        own = (position // BLOCK)[:, None]
+        logits = torch.einsum("nhgd,thd->hgnt", q[position].float().unflatten(1, (kv_heads, group)), reps) * dim**-0.5
+        scores = logits.masked_fill(blocks >= own, -torch.inf).softmax(-1).sum(1).nan_to_num(0)
+        allowed = (blocks >= init) & (blocks < own - local) & (position >= dense_below)[:, None]
+        scores = scores.masked_fill(~allowed, -1)
+        best = scores.topk(min(top_k, scores.shape[-1]), -1)
+        chosen = torch.where(best.values >= 0, best.indices, 2**30).sort(-1).values
+        chosen = torch.where(chosen == 2**30, -1, chosen).to(torch.int32)
+        out[position, :, : chosen.shape[-1]] = chosen.transpose(0, 1)
+    return out
+
+
+def visible_blocks(selection, position, blocks, kv_heads, init, local, dense_below):
+    """[kv_head][position][block]: what the queries at `position` read."""
+    own = (position // BLOCK)[:, None]
+    block = torch.arange(blocks, device="cuda")
+    band = (block < init) | (block >= own - local) | (position < dense_below)[:, None]
+    out = (band & (block <= own)).expand(kv_heads, -1, -1).clone()
+    if selection.shape[-1]:
+        index = selection[position].long().transpose(0, 1)
+        extra = torch.zeros(kv_heads, len(position), blocks + 1, device="cuda", dtype=torch.bool)
+        extra.scatter_(2, torch.where(index < 0, blocks, index), True)
+        out |= extra[..., :blocks]
+    return out
+
+
+def reference_gradients(q, k, v, d_out, selection, init, local, dense_below, chunk=1024, dtype=torch.float32):
+    """One sequence: out, lse, dq, dk, dv by autograd over chunks of queries, the selection a constant."""
+    tokens, kv_heads, dim = k.shape
+    group = q.shape[1] // kv_heads
+    blocks = -(-tokens // BLOCK)
+    k, v = (x.to(dtype).requires_grad_() for x in (k, v))
+    outs, sums, dq = [], [], []
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for first in range(0, tokens, chunk):
+        position = torch.arange(first, min(first + chunk, tokens), device="cuda")
+        seen = visible_blocks(selection, position, blocks, kv_heads, init, local, dense_below)
+        seen = seen.repeat_interleave(BLOCK, -1)[..., :tokens] & (torch.arange(tokens, device="cuda") <= position[:, None])
+        part = q[position].to(dtype).requires_grad_()
+        logits = torch.einsum("nhgd,thd->hgnt", part.unflatten(1, (kv_heads, group)), k) * dim**-0.5
+        logits = logits.masked_fill(~seen[:, None], -torch.inf)
+        out = torch.einsum("hgnt,thd->nhgd", logits.softmax(-1), v).flatten(1, 2)
+        grads = torch.autograd.grad(out, (part, k, v), d_out[position].to(dtype))
+        outs.append(out.detach())
+        sums.append(logits.detach().float().logsumexp(-1).permute(2, 0, 1).flatten(1))
+        dq.append(grads[0])
+        dk += grads[1]
+        dv += grads[2]
+    return torch.cat(outs), torch.cat(sums), torch.cat(dq), dk, dv
+
+
+class BackwardCase:
+    def __init__(self, dtype=torch.bfloat16, dim=128, q_heads=16, kv_heads=8, lens=(1000,), top_k=16, init=128, local=512,
+                 dense_below=0, lam=0.9, seed=1, select_chunk=2048):
+        g = torch.Generator(device="cuda").manual_seed(seed)
+        self.lens, self.top_k, self.dense_below, self.dtype = list(lens), top_k, dense_below, dtype
+        self.init, self.local = init // BLOCK, local // BLOCK
+        total = sum(lens)
+        # One buffer for all three, as a model's projection leaves them: strides are not those of the heads alone.
+        self.qkv = torch.empty(total, q_heads + 2 * kv_heads, dim, device="cuda", dtype=dtype)
+        self.q, self.k, self.v = self.qkv.split([q_heads, kv_heads, kv_heads], 1)
+        self.flags = (torch.rand(total, device="cuda", generator=g) < 0.12).to(torch.uint8)
+        self.selection = torch.full((total, kv_heads, top_k), -1, device="cuda", dtype=torch.int32)
+        self.slices, at = [], 0
+        for n in lens:
+            part = slice(at, at + n)
+            self.slices.append(part)
+            at += n
+            self.q[part] = drifting(n, q_heads, dim, 0.95, 1.5, g).to(dtype)
+            self.k[part] = drifting(n, kv_heads, dim, 0.95, 1.0, g).to(dtype)
+            self.v[part] = torch.randn(n, kv_heads, dim, device="cuda", generator=g).to(dtype)
+            if top_k:
+                self.selection[part] = select(self.q[part], self.k[part], self.flags[part], top_k, self.init, self.local,
+                                              lam, dense_below, select_chunk)
+        self.d_out = torch.randn(total, q_heads, dim, device="cuda", generator=g).to(dtype)
+        self.out, self.lse = torch.empty_like(self.d_out), torch.empty(total, q_heads, device="cuda")
+        self.cu = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], device="cuda", dtype=torch.int32)
+        self.dq, self.dk, self.dv = (torch.empty(x.shape, device="cuda", dtype=dtype) for x in (self.q, self.k, self.v))
+        p = BackwardParams()
+        p.method = Method(self.init, self.local, top_k, dense_below, dim**-0.5)
+        p.dtype, p.num_seqs, p.num_q_heads, p.num_kv_heads, p.head_dim = DTYPES[dtype], len(lens), q_heads, kv_heads, dim
+        p.total_tokens, p.max_seq_len, p.cu_seqlens = total, max(lens), self.cu.data_ptr()
+        p.lse, p.selection = self.lse.data_ptr(), self.selection.data_ptr() if top_k else None
+        for name, x in (("q", self.q), ("k", self.k), ("v", self.v), ("out", self.out), ("d_out", self.d_out),
+                        ("d_q", self.dq), ("d_k", self.dk), ("d_v", self.dv)):
+            setattr(p, name, x.data_ptr())
+            setattr(p, f"{name}_token_stride", x.stride(0))
+            setattr(p, f"{name}_head_stride", x.stride(1))
+        size = LIBRARY.phsa_cuda_backward_workspace(p)
+        assert size > 0
+        self.workspace = torch.full((size,), 255, device="cuda", dtype=torch.uint8)
+        p.workspace, p.workspace_size = self.workspace.data_ptr(), size
+        self.params = p
+
+    def reference(self, dtype=torch.float32, chunk=1024):
+        """Gradients of every sequence; sets out and lse where the reference is float32."""
+        grads = []
+        for part in self.slices:
+            out, lse, *g = reference_gradients(self.q[part], self.k[part], self.v[part], self.d_out[part],
+                                               self.selection[part], self.init, self.local, self.dense_below, chunk, dtype)
+            if dtype == torch.float32:
+                self.out[part], self.lse[part] = out.to(self.dtype), lse
+            grads.append(g)
+        return [torch.cat(x) for x in zip(*grads)]
+
+    def run(self):
+        status = LIBRARY.phsa_cuda_backward(self.params, torch.cuda.current_stream().cuda_stream)
+        assert status == 0, f"CUDA error {status}"
+
+    def poison(self):
+        for x in (self.dq, self.dk, self.dv):
+            x.fill_(float("nan"))
+
+    def errors(self, exact):
+        return [((a.float() - b).norm() / b.norm()).item() for a, b in zip((self.dq, self.dk, self.dv), exact)]
+
+
+BACKWARD_CASES = {
+    "plain": dict(lens=(1500,), init=32, local=64),
+    "packed": dict(lens=(700, 1, 37, 16, 1030, 128, 129), init=32, local=64),
+    "half": dict(lens=(1500,), init=32, local=64, dtype=torch.float16),
+    "dim_64": dict(lens=(1500, 300), init=32, local=64, dim=64, q_heads=9, kv_heads=3),
+    "half_64": dict(lens=(1100,), init=16, local=128, dim=64, dtype=torch.float16, top_k=2),
+    "group_1": dict(lens=(1300,), init=32, local=64, q_heads=3, kv_heads=3),
+    "group_6": dict(lens=(1300, 50), init=32, local=64, q_heads=12, kv_heads=2),
+    "group_16": dict(lens=(1300,), init=32, local=64, q_heads=16, kv_heads=1),
+    "group_5_k_64": dict(lens=(3000,), init=0, local=0, q_heads=5, kv_heads=1, top_k=64),
+    "k_0": dict(lens=(1500, 20), init=32, local=64, top_k=0),
+    "dense": dict(lens=(900, 300), top_k=0, dense_below=INT_MAX),
+    "dense_below": dict(lens=(1700, 300), init=32, local=64, dense_below=512),
+    "many_ranges": dict(lens=(5000, 4500), init=272, local=32, q_heads=2, kv_heads=1),
+    "paper_32k_setting": dict(lens=(4096,)),
+}
+
+
+@over(BACKWARD_CASES)
+def test_backward_matches_autograd_and_repeats_its_bits(name):
+    case = BackwardCase(**BACKWARD_CASES[name])
+    exact = case.reference()
+    case.poison()
+    case.run()
+    torch.cuda.synchronize()
+    errors = case.errors(exact)
+    # The same computation by PyTorch in the same dtype, for scale.
+    usual = [((a.float() - b).norm() / b.norm()).item() for a, b in zip(case.reference(case.dtype), exact)]
+    print(f"{name}: errors {['%.1e' % x for x in errors]}, PyTorch in this dtype {['%.1e' % x for x in usual]}")
+    for x in (case.dq, case.dk, case.dv):
+        assert torch.isfinite(x).all()
+    for mine, theirs in zip(errors, usual):
+        assert mine <= 2 * theirs, (errors, usual)
+    first = [x.clone() for x in (case.dq, case.dk, case.dv)]
+    case.poison()
+    case.workspace.fill_(127)
+    case.run()
+    torch.cuda.synchronize()
+    for a, b in zip(first, (case.dq, case.dk, case.dv)):
+        assert torch.equal(a, b)
+
+
+def main(patterns):
+    failed = 0
+    for key, test in list(globals().items()):
+        if not key.startswith("test_") or not any(p in key for p in patterns or [""]):
+            continue
+        for name in getattr(test, "names", [None]):
+            try:
+                test() if name is None else test(name)
+            except Exception:  # every failure is shown, the rest still runs
+                failed += 1
+                print(f"FAILED {key} {name or ''}")
+                traceback.print_exc(limit=-3)
+    print(f"{failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

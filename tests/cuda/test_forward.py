@@ -1,0 +1,172 @@
+"""The CUDA forward against float64: representatives, selections, outputs; every path, two runs with equal bits.
+
+Runs under pytest, or as a program where there is none; an argument then picks the cases whose name contains it.
+"""
+
+import pathlib
+import sys
+import traceback
+
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+import forward_kernels as fk  # noqa: E402
+
+try:
+    import pytest
+except ImportError:
+    pytest = None
+
+if pytest and not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+
+def over(**lists):
+    """Runs a test for every combination of values, under pytest and without it."""
+
+    def mark(test):
+        test.over = lists
+        for name, values in lists.items() if pytest else ():
+            test = pytest.mark.parametrize(name, values, ids=str)(test)
+        return test
+
+    return mark
+
+
+LIBRARY = fk.load_library()
+ARCHITECTURES = [80, 90] if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else [80]
+
+# name: q heads, kv heads, head_dim, [(q_len, kv_len)], settings
+CASES = {
+    "paper_32k_setting": (16, 8, 128, [(3000, 3000)], {}),
+    "paper_4k_setting": (16, 8, 128, [(2048, 2048)], dict(init=16, local=128, top_k=2)),
+    "group_4": (32, 8, 128, [(1500, 1500)], dict(init=32, local=64, top_k=8)),
+    "group_6": (12, 2, 128, [(2100, 2100)], dict(init=32, local=128, top_k=16)),
+    "group_1": (4, 4, 128, [(1700, 1700)], dict(init=16, local=64, top_k=5)),
+    "group_3": (9, 3, 64, [(1300, 1300)], dict(init=16, local=128, top_k=4)),
+    "group_8": (8, 1, 64, [(1100, 1100)], dict(init=0, local=16, top_k=7)),
+    "group_11": (11, 1, 128, [(700, 700)], dict(init=16, local=0, top_k=3)),
+    "group_16": (16, 1, 128, [(900, 900)], dict(init=0, local=0, top_k=1)),
+    "top_k_64": (4, 2, 128, [(6000, 6000)], dict(init=16, local=32, top_k=64)),
+    "streaming": (4, 2, 128, [(1000, 1000)], dict(init=32, local=128, top_k=0)),
+    "dense": (4, 2, 128, [(777, 777)], dict(dense_below=1 << 20, top_k=4)),
+    "dense_below": (4, 2, 64, [(2000, 2000)], dict(init=16, local=64, top_k=4, dense_below=800)),
+    "all_candidates_fit": (4, 2, 128, [(1000, 1000)], dict(init=16, local=32, top_k=64)),
+    "batch_of_lengths": (8, 4, 128, [(1, 1), (300, 300), (17, 900), (1, 2222), (1111, 1111), (500, 1503)],
+                         dict(init=16, local=64, top_k=6)),
+    "pages": (8, 4, 128, [(700, 700), (129, 1500), (1, 333)], dict(init=16, local=64, top_k=6, page_size=64)),
+    "group_maximum": (8, 2, 128, [(1400, 1400)], dict(init=16, local=64, top_k=6, group_reduce="max")),
+    "each_head_chooses": (8, 2, 128, [(1400, 1400)], dict(init=16, local=64, top_k=6, group_reduce="none")),
+    "scores_wanted": (8, 4, 128, [(1400, 1400)], dict(init=16, local=64, top_k=6, want_scores=True)),
+}
+
+
+@over(architecture=ARCHITECTURES, dtype=[torch.bfloat16, torch.float16], name=list(CASES))
+def test_forward_matches_the_reference(name, dtype, architecture):
+    heads_q, heads_kv, dim, lens, settings = CASES[name]
+    LIBRARY.phsa_cuda_set_architecture(architecture)
+    q, k, v, flags = fk.make_inputs(lens, heads_q, heads_kv, dim, dtype, seed=len(name))
+    f = fk.Forward(LIBRARY, q, k, v, lens, flags=flags, **settings)
+    f.run()
+    torch.cuda.synchronize()
+    assert torch.isfinite(f.out).all()
+    generator = torch.Generator().manual_seed(7)
+    for s, (q_len, kv_len) in enumerate(lens):
+        queries = sorted(set(torch.randint(q_len, (24,), generator=generator).tolist() + [0, q_len - 1]))
+        if f.top_k and kv_len >= fk.BLOCK:
+            want = fk.reference_reps(f, s)
+            assert fk.relative_error(f.rep_rows(s), want) < (3e-3 if dtype == torch.bfloat16 else 4e-4)
+        checked, differing, gap = fk.check_selection(f, s, queries)
+        assert gap < 1e-4, f"{differing} of {checked} lists differ, by up to {gap}"
+        want, lse = fk.reference_attention(f, s, queries)
+        rows = [f.q_starts[s] + i for i in queries]
+        assert fk.relative_error(f.out[rows], want) < (6e-3 if dtype == torch.bfloat16 else 1e-3)
+        assert (f.lse[rows] - lse).abs().max() < 2e-3
+    first = f.out.clone(), f.lse.clone(), f.selection.clone()
+    f.out.fill_(float("nan"))
+    f.lse.fill_(float("nan"))
+    f.selection.fill_(-7)
+    f.run()
+    torch.cuda.synchronize()
+    for a, b in zip(first, (f.out, f.lse, f.selection)):
+        assert torch.equal(a, b)
+
+
+@over(architecture=ARCHITECTURES)
+def test_equal_scores_go_to_the_lower_blocks(architecture):
+    LIBRARY.phsa_cuda_set_architecture(architecture)
+    lens = [(5000, 5000)]
+    q, k, v, flags = fk.make_inputs(lens, 4, 2, 128, torch.bfloat16)
+    k[:] = k[:1]  # every block is the same
+    f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=9)
+    f.run()
+    last = f.selection[4999]
+    assert (last == torch.arange(2, 11, device="cuda")).all()
+
+
+@over(architecture=ARCHITECTURES)
+def test_one_sharp_score_is_always_found(architecture):
+    LIBRARY.phsa_cuda_set_architecture(architecture)
+    lens = [(9000, 9000)]
+    q, k, v, flags = fk.make_inputs(lens, 4, 2, 128, torch.bfloat16)
+    k[1600:1616] = 30 * q[8999, ::2]  # block 100 answers the last query; everything else is below 2^-64 beside it
+    f = fk.Forward(LIBRARY, q, k, v, lens, init=16, local=64, top_k=4)
+    f.run()
+    checked, _, gap = fk.check_selection(f, 0, range(8980, 9000))
+    assert checked == 40 and gap < 1e-4
+    assert (f.selection[8999] == 100).any(1).all()
+
+
+@over(architecture=ARCHITECTURES)
+def test_error_is_at_most_twice_that_of_dense_attention(architecture):
+    LIBRARY.phsa_cuda_set_architecture(architecture)
+    lens = [(2048, 2048)]
+    q, k, v, flags = fk.make_inputs(lens, 16, 8, 128, torch.bfloat16)
+    f = fk.Forward(LIBRARY, q, k, v, lens, flags=flags, init=16, local=128, top_k=64, dense_below=0)
+    f.run()
+    queries = list(range(0, 2048, 37))
+    want, _ = fk.reference_attention(f, 0, queries)
+    dense = fk.Forward(LIBRARY, q, k, v, lens, dense_below=1 << 20, top_k=0)
+    torch_dense = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], is_causal=True, enable_gqa=True)
+    want_dense, _ = fk.reference_attention(dense, 0, queries)
+    error = fk.relative_error(f.out[queries], want)
+    error_dense = fk.relative_error(torch_dense[0].transpose(0, 1)[queries], want_dense)
+    assert error <= 2 * error_dense
+
+
+def test_too_many_chosen_blocks_are_refused_by_name():
+    lens = [(64, 64)]
+    q, k, v, _ = fk.make_inputs(lens, 2, 1, 128, torch.bfloat16)
+    try:
+        fk.Forward(LIBRARY, q, k, v, lens, top_k=65)
+    except ValueError as error:
+        assert "top_k" in str(error)
+    else:
+        raise AssertionError("not refused")
+
+
+def main():
+    failed = count = 0
+    for test in [x for name, x in globals().items() if name.startswith("test_")]:
+        runs = [{}]
+        for name, values in getattr(test, "over", {}).items():
+            runs = [dict(run, **{name: value}) for run in runs for value in values]
+        for run in runs:
+            label = f"{test.__name__} {' '.join(map(str, run.values()))}"
+            if len(sys.argv) > 1 and sys.argv[1] not in label:
+                continue
+            count += 1
+            try:
+                test(**run)
+            except Exception:
+                failed += 1
+                print(f"FAILED {label}\n{traceback.format_exc(limit=-2)}", flush=True)
+                if "CUDA error" in traceback.format_exc():
+                    break
+    print(f"{count - failed} of {count} passed")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
