@@ -1,10 +1,13 @@
 # The front door. Every command does all of its own set-up and may be repeated; `make help` lists them.
 # CMake does the building: see CMakePresets.json, or HACKING.md for how to use it without this file.
 
+SHELL := /bin/bash
+
 PREFIX ?= /usr/local
 PHSA_VENV ?= .venv
 JOBS ?= $(shell nproc)
 BENCH_ARGS ?=
+SDPA_BENCH_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 5
@@ -26,7 +29,7 @@ no_aslr := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(u
 help: ## this list
 	@echo "make COMMAND, where COMMAND is one of"
 	@sed -n 's/^\([a-z-]*\):.* ## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16 | sed 's/^/  /'
-	@echo "Settings: PREFIX ($(PREFIX)), DESTDIR, PHSA_VENV ($(PHSA_VENV)), JOBS ($(JOBS)), DEMO_ARGS, BENCH_ARGS,"
+	@echo "Settings: PREFIX ($(PREFIX)), DESTDIR, PHSA_VENV ($(PHSA_VENV)), JOBS ($(JOBS)), DEMO_ARGS, BENCH_ARGS, SDPA_BENCH_ARGS,"
 	@echo "PYTEST_ARGS, FUZZ_SECONDS ($(FUZZ_SECONDS)), PHSA_SKIP_PACKAGES=1 (do not ask apt)"
 
 demo: packages ## builds, then compares dense, InfLLM v2 and PHSA on this machine
@@ -36,10 +39,12 @@ demo: packages ## builds, then compares dense, InfLLM v2 and PHSA on this machin
 
 test: packages-test venv format-check test-cpp test-asan test-tsan test-python ## everything that can be tested here
 
-bench: packages ## measures the attention on this machine
-	cmake --preset release
-	cmake --build --preset release --target bench_attention
-	build/release/bin/bench_attention $(BENCH_ARGS)
+bench: packages-test venv ## measures the attention here, against our dense path and torch's SDPA (15 minutes)
+	cmake --preset release -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python)
+	cmake --build --preset release --target bench_attention phsa_torch
+	@mkdir -p build/bench
+	set -o pipefail; build/release/bin/bench_attention $(BENCH_ARGS) | tee build/bench/attention.txt
+	set -o pipefail; PYTHONPATH=python $(python) bench/sdpa_bench.py $(SDPA_BENCH_ARGS) | tee build/bench/sdpa.jsonl
 
 build: packages ## builds the release preset into build/release
 	cmake --preset release

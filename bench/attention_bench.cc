@@ -1,8 +1,5 @@
-// Times the attention's stages on the CPU and compares policies with our own dense path, in one run, on the same inputs.
-//
-//   bench_attention [--lengths 4096,8192] [--heads 16/8] [--dim 128] [--dtype f32,bf16] [--top-k 16] [--init 128]
-//                   [--local 512] [--lambda 0.9] [--policies dense,phsa] [--threads N] [--repeat 3] [--backward 0|1]
-//                   [--decode 0|1] [--json]
+// Times the attention's stages on the CPU and compares policies with our own dense path, in one run, on the same
+// inputs.
 //
 // Every timed result is checked: sampled queries are computed again in double precision from the same inputs, their
 // choice included. Times are the best of --repeat runs.
@@ -41,8 +38,13 @@ std::vector<std::string> Split(const std::string& text) {
   return parts;
 }
 
+constexpr const char* kOptions =
+    "bench_attention [--lengths 4096,8192] [--heads 16/8] [--dim 128] [--dtype f32,bf16] [--top-k 16] [--init 128]\n"
+    "                [--local 512] [--lambda 0.9] [--policies dense,phsa] [--threads N] [--repeat 3] [--backward 0|1]\n"
+    "                [--decode 0|1] [--json]\n";
+
 [[noreturn]] void Usage(const std::string& problem) {
-  std::fprintf(stderr, "bench_attention: %s; see the head of bench/attention_bench.cc for the options\n", problem.c_str());
+  std::fprintf(stderr, "bench_attention: %s\n%s", problem.c_str(), kOptions);
   std::exit(2);
 }
 
@@ -50,6 +52,10 @@ Options Parse(int argc, char** argv) {
   Options o;
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
+    if (flag == "--help") {
+      std::fputs(kOptions, stdout);
+      std::exit(0);
+    }
     if (flag == "--json") {
       o.json = true;
       continue;
@@ -125,9 +131,9 @@ double PeakGflops(phsa::ThreadPool& pool) {
   float results[1024] = {};
   const double seconds = Seconds(
       [&] {
-        pool.Run(pool.num_threads(), [](void* arg, int32_t task, int32_t) {
-          static_cast<float*>(arg)[task] = PeakLoop(kSteps);
-        }, results);
+        pool.Run(
+            pool.num_threads(),
+            [](void* arg, int32_t task, int32_t) { static_cast<float*>(arg)[task] = PeakLoop(kSteps); }, results);
         sink = sink + results[0];
       },
       3);
@@ -147,16 +153,19 @@ float FromBf16(uint16_t x) {
   return f;
 }
 
-// A tensor [token][head][dim] in the wanted type, with the same values readable as float.
+// A tensor [token][head][dim] in the wanted type, with the same values readable as float. A cache that is decoded from
+// lies [head][token][dim]: a head's rows beside each other, or every row costs a page of its own in the TLB.
 struct Tensor {
   std::vector<float> f32;
   std::vector<uint16_t> bf16;
   int heads, dim;
+  int64_t head_rows = 0;  // 0: [token][head][dim]; else tokens between the heads
   const void* data() const { return bf16.empty() ? static_cast<const void*>(f32.data()) : bf16.data(); }
   void* data() { return bf16.empty() ? static_cast<void*>(f32.data()) : bf16.data(); }
-  int64_t token_stride() const { return int64_t{heads} * dim; }
+  int64_t token_stride() const { return head_rows > 0 ? dim : int64_t{heads} * dim; }
+  int64_t head_stride() const { return head_rows > 0 ? head_rows * dim : dim; }
   float at(int64_t token, int head, int c) const {
-    const size_t i = static_cast<size_t>((token * heads + head) * dim + c);
+    const size_t i = static_cast<size_t>(token * token_stride() + head * head_stride() + c);
     return bf16.empty() ? f32[i] : FromBf16(bf16[i]);
   }
 };
@@ -185,6 +194,22 @@ Tensor Make(int tokens, int heads, int dim, bool bf16, float memory, float size,
   return t;
 }
 
+Tensor HeadMajor(const Tensor& t, int tokens) {
+  Tensor turned = t;
+  turned.head_rows = tokens;
+  for (int64_t token = 0; token < tokens; ++token) {
+    for (int64_t head = 0; head < t.heads; ++head) {
+      const int64_t from = token * t.token_stride() + head * t.dim, to = head * turned.head_stride() + token * t.dim;
+      if (t.bf16.empty()) {
+        std::copy_n(t.f32.begin() + from, t.dim, turned.f32.begin() + to);
+      } else {
+        std::copy_n(t.bf16.begin() + from, t.dim, turned.bf16.begin() + to);
+      }
+    }
+  }
+  return turned;
+}
+
 struct Run {
   phsa::Settings settings;
   phsa::Plan plan;
@@ -200,7 +225,8 @@ std::byte* Align(std::vector<std::byte>& buffer) {
 }
 
 Run Prepare(const Options& o, const std::string& policy, bool bf16, int q_len, int kv_len, const Tensor& q,
-            const Tensor& k, const Tensor& v, const std::vector<uint8_t>& flags, phsa::ThreadPool& pool, bool backward) {
+            const Tensor& k, const Tensor& v, const std::vector<uint8_t>& flags, phsa::ThreadPool& pool,
+            bool backward) {
   phsa::PlanDesc desc;
   desc.settings.policy = phsa::PolicyFromName(policy);
   desc.settings.top_k = o.top_k;
@@ -234,10 +260,10 @@ Run Prepare(const Options& o, const std::string& policy, bool bf16, int q_len, i
   p.kv = phsa::Init<phsa::KeyValues>();
   p.kv.k = k.data();
   p.kv.k_token_stride = k.token_stride();
-  p.kv.k_head_stride = o.dim;
+  p.kv.k_head_stride = k.head_stride();
   p.kv.v = v.data();
   p.kv.v_token_stride = v.token_stride();
-  p.kv.v_head_stride = o.dim;
+  p.kv.v_head_stride = v.head_stride();
   p.kv.flags = flags.data();
   p.executor = pool.executor();
   return run;
@@ -363,14 +389,17 @@ void Report(const Options& o, const std::string& test, const std::string& dtype,
   if (o.json) {
     std::printf(
         "{\"test\":\"%s\",\"dtype\":\"%s\",\"attention\":\"%s\",\"top_k\":%d,\"tokens\":%d,\"ms\":%.4f,"
-        "\"against_dense\":%.3f,\"gflops\":%.1f,\"peak_gflops\":%.1f,\"read_share\":%.4f,\"distinct_blocks_over_k\":%.2f,"
+        "\"against_dense\":%.3f,\"gflops\":%.1f,\"peak_gflops\":%.1f,\"read_share\":%.4f,\"distinct_blocks_over_k\":%."
+        "2f,"
         "\"max_error\":%.2e,\"checked\":%s,\"threads\":%d,\"target\":\"%s\"}\n",
         test.c_str(), dtype.c_str(), policy.c_str(), o.top_k, length, ms, dense_ms / ms, gflops, peak, read_share,
         distinct, check.error, ok ? "true" : "false", o.threads, phsa_target());
   } else {
-    std::printf("%-9s %-5s %-11s %7d %10.3f ms %7.2fx %8.1f GFLOP/s (%3.0f %%)  read %5.1f %%  blocks/K %4.1f  error %.0e %s  %s\n",
-                test.c_str(), dtype.c_str(), policy.c_str(), length, ms, dense_ms / ms, gflops, 100 * gflops / peak,
-                100 * read_share, distinct, check.error, ok ? "ok" : "WRONG", stages.c_str());
+    std::printf(
+        "%-9s %-5s %-11s %7d %10.3f ms %7.2fx %8.1f GFLOP/s (%3.0f %%)  read %5.1f %%  blocks/K %4.1f  error %.0e %s  "
+        "%s\n",
+        test.c_str(), dtype.c_str(), policy.c_str(), length, ms, dense_ms / ms, gflops, 100 * gflops / peak,
+        100 * read_share, distinct, check.error, ok ? "ok" : "WRONG", stages.c_str());
   }
   std::fflush(stdout);
   if (!ok) std::exit(1);
@@ -378,7 +407,8 @@ void Report(const Options& o, const std::string& test, const std::string& dtype,
 
 void BenchLength(const Options& o, int length, const std::string& dtype, double peak_f32, phsa::ThreadPool& pool) {
   const bool bf16 = dtype == "bf16";
-  const Tensor q = Make(length, o.q_heads, o.dim, bf16, 0.95f, 1.5f, 1), k = Make(length, o.kv_heads, o.dim, bf16, 0.95f, 1, 2),
+  const Tensor q = Make(length, o.q_heads, o.dim, bf16, 0.95f, 1.5f, 1),
+               k = Make(length, o.kv_heads, o.dim, bf16, 0.95f, 1, 2),
                v = Make(length, o.kv_heads, o.dim, bf16, 0, 1, 3);
   std::vector<uint8_t> flags(static_cast<size_t>(length));
   std::mt19937 random(4);
@@ -409,8 +439,8 @@ void BenchLength(const Options& o, int length, const std::string& dtype, double 
       kv.rep_head_stride = run.plan.RepWidth();
       const double represent = Seconds([&] { run.plan.Represent(kv, run.params.executor); }, repeat) * 1e3;
       char text[128];
-      std::snprintf(text, sizeof text, "represent %.2f, score+select %.2f, attend %.2f ms", represent, select - represent,
-                    attend);
+      std::snprintf(text, sizeof text, "represent %.2f, score+select %.2f, attend %.2f ms", represent,
+                    select - represent, attend);
       stages = text;
       score_flops = double{1} * length * length / run.plan.RepStride() * o.q_heads * run.plan.RepWidth();
     }
@@ -464,24 +494,24 @@ void BenchLength(const Options& o, int length, const std::string& dtype, double 
     }
 
     if (o.decode) {
-      Run one = Prepare(o, policy, bf16, 1, length, q, k, v, flags, pool, false);
+      const Tensor cached_k = HeadMajor(k, length), cached_v = HeadMajor(v, length);
+      Run one = Prepare(o, policy, bf16, 1, length, q, cached_k, cached_v, flags, pool, false);
       Attach(one);
       // As in generation: representatives are kept, and the one of a block is written when it completes.
       std::vector<std::byte> reps(static_cast<size_t>(one.plan.NumReps()) * o.kv_heads * one.plan.RepWidth() * 4);
       if (one.plan.SelectionSlots() > 0) {
-        phsa::KeyValues kv = run.params.kv;
+        phsa::KeyValues& kv = one.params.kv;
         kv.reps = reps.data();
-        kv.rep_row_stride = int64_t{o.kv_heads} * run.plan.RepWidth();
-        kv.rep_head_stride = run.plan.RepWidth();
+        kv.rep_row_stride = one.plan.RepWidth();
+        kv.rep_head_stride = one.plan.NumReps() * one.plan.RepWidth();
         run.plan.Represent(kv, run.params.executor);
-        one.params.kv = kv;
       }
       const double decode = Seconds([&] { one.plan.Forward(one.params); }, 20 * o.repeat) * 1e3;
       if (policy == "dense") dense_decode = decode;
       one.plan.TokensRead(one.params.selection, &read, &dense);
-      const Check last = Verify(o, one, 1, length, q, k, v, flags, bf16);
-      const double reps_flops = one.plan.SelectionSlots() > 0
-                                    ? 2.0 * length / one.plan.RepStride() * o.q_heads * one.plan.RepWidth() : 0;
+      const Check last = Verify(o, one, 1, length, q, cached_k, cached_v, flags, bf16);
+      const double reps_flops =
+          one.plan.SelectionSlots() > 0 ? 2.0 * length / one.plan.RepStride() * o.q_heads * one.plan.RepWidth() : 0;
       Report(o, "decode", dtype, policy, length, decode, dense_decode,
              (4.0 * o.dim * static_cast<double>(read) + reps_flops) / decode / 1e6, peak,
              static_cast<double>(read) / static_cast<double>(dense), 0, "", last);
@@ -497,10 +527,11 @@ int main(int argc, char** argv) {
     phsa::ThreadPool pool(o.threads);
     const double peak = PeakGflops(pool);
     if (!o.json) {
-      std::printf("phsa %s, target %s, %d threads, peak %.0f GFLOP/s (f32 multiply-adds); %d q / %d kv heads x %d, K = %d, "
-                  "init %d, local %d, lambda %.2f; best of %d\n",
-                  phsa_version(), phsa_target(), o.threads, peak, o.q_heads, o.kv_heads, o.dim, o.top_k, o.init, o.local,
-                  static_cast<double>(o.lambda), o.repeat);
+      std::printf(
+          "phsa %s, target %s, %d threads, peak %.0f GFLOP/s (f32 multiply-adds); %d q / %d kv heads x %d, K = %d, "
+          "init %d, local %d, lambda %.2f; best of %d\n",
+          phsa_version(), phsa_target(), o.threads, peak, o.q_heads, o.kv_heads, o.dim, o.top_k, o.init, o.local,
+          static_cast<double>(o.lambda), o.repeat);
     }
     for (const std::string& dtype : o.dtypes) {
       if (dtype != "f32" && dtype != "bf16") Usage("--dtype takes f32 and bf16");

@@ -1,5 +1,5 @@
-// What PHSA does, in a minute, without a model: attention over a long random context and over a real text, dense against
-// sparse, with the time, the share of tokens read, and how often attention finds what it looks for.
+// What PHSA does, in a minute, without a model: attention over a long random context and over a real text, dense
+// against sparse, with the time, the share of tokens read, and how often attention finds what it looks for.
 //
 //   phsa-demo [--text FILE] [--tokens N] [--threads N]
 //
@@ -33,13 +33,11 @@ struct Method {
   const char* policy;
   int top_k;
 };
-constexpr Method kMethods[] = {{"dense", "dense", 16},          {"streaming", "streaming", 16},
-                               {"InfLLM v2, K = 1", "infllm2", 1}, {"PHSA, K = 1", "phsa", 1},
-                               {"InfLLM v2, K = 16", "infllm2", 16}, {"PHSA, K = 16", "phsa", 16}};
+constexpr Method kMethods[] = {
+    {"dense", "dense", 16},     {"streaming", "streaming", 16},       {"InfLLM v2, K = 1", "infllm2", 1},
+    {"PHSA, K = 1", "phsa", 1}, {"InfLLM v2, K = 16", "infllm2", 16}, {"PHSA, K = 16", "phsa", 16}};
 
-double Now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // [token][head][dim]
 using Rows = std::vector<float>;
@@ -57,7 +55,8 @@ struct Result {
 };
 
 // Attention of the last q_len positions over the whole context, timed; `repeat` runs, the best counts.
-Result Attend(const Context& context, const Rows& q, int q_len, const Method& method, phsa::ThreadPool& pool, int repeat) {
+Result Attend(const Context& context, const Rows& q, int q_len, const Method& method, phsa::ThreadPool& pool,
+              int repeat) {
   phsa::PlanDesc desc;
   desc.settings.policy = phsa::PolicyFromName(method.policy);
   desc.settings.top_k = method.top_k;
@@ -88,8 +87,7 @@ Result Attend(const Context& context, const Rows& q, int q_len, const Method& me
   params.kv.flags = context.flags.data();
   params.out = result.out.data();
   params.selection = selection.empty() ? nullptr : selection.data();
-  params.workspace =
-      reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(workspace.data()) + 63) / 64 * 64);
+  params.workspace = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(workspace.data()) + 63) / 64 * 64);
   params.workspace_size = plan.WorkspaceSize();
   params.executor = pool.executor();
   if (q_len < context.tokens && !reps.empty()) {
@@ -162,7 +160,8 @@ void RandomExample(int tokens, phsa::ThreadPool& pool) {
   for (size_t i = 0; i < context.flags.size(); ++i) context.flags[i] = i % 9 == 0;
   const Rows last(context.q.end() - kQueryHeads * kDim, context.q.end());
   char title[160];
-  std::snprintf(title, sizeof title, "A random context of %d tokens (%d query, %d KV heads of %d; init 128, local 512):", tokens,
+  std::snprintf(title, sizeof title,
+                "A random context of %d tokens (%d query, %d KV heads of %d; init 128, local 512):", tokens,
                 kQueryHeads, kKvHeads, kDim);
   PrintHeader(title, false);
   double dense = 0;
@@ -179,7 +178,8 @@ void RandomExample(int tokens, phsa::ThreadPool& pool) {
 void TextExample(const std::string& path, int limit, phsa::ThreadPool& pool) {
   std::ifstream file(path);
   if (!file) {
-    throw phsa::Error(PHSA_INVALID_ARGUMENT, "cannot read " + path + "; run from the project's folder, or give --text FILE");
+    throw phsa::Error(PHSA_INVALID_ARGUMENT,
+                      "cannot read " + path + "; run from the project's folder, or give --text FILE");
   }
   std::stringstream buffer;
   buffer << file.rdbuf();
@@ -187,7 +187,8 @@ void TextExample(const std::string& path, int limit, phsa::ThreadPool& pool) {
   if (static_cast<int>(tokens.size()) > limit) tokens.resize(static_cast<size_t>(limit));
   const int n = static_cast<int>(tokens.size());
   if (n < 4096) {
-    throw phsa::Error(PHSA_INVALID_ARGUMENT, path + " has " + std::to_string(n) + " words and marks; at least 4096 are needed");
+    throw phsa::Error(PHSA_INVALID_ARGUMENT,
+                      path + " has " + std::to_string(n) + " words and marks; at least 4096 are needed");
   }
 
   std::unordered_map<std::string, int> ids;
@@ -233,7 +234,8 @@ void TextExample(const std::string& path, int limit, phsa::ThreadPool& pool) {
   std::vector<int> asked;
   for (int w = 0; w < words; ++w) {
     const int at = where[static_cast<size_t>(w)];
-    if (count[static_cast<size_t>(w)] == 1 && at > 256 && at < n - 2048 && vocabulary[static_cast<size_t>(w)].size() > 4) {
+    if (count[static_cast<size_t>(w)] == 1 && at > 256 && at < n - 2048 &&
+        vocabulary[static_cast<size_t>(w)].size() > 4) {
       asked.push_back(w);
     }
   }
@@ -244,10 +246,11 @@ void TextExample(const std::string& path, int limit, phsa::ThreadPool& pool) {
   Rows one(questions.begin(), questions.begin() + kQueryHeads * kDim);
 
   char title[240];
-  std::snprintf(title, sizeof title,
-                "%s, %d words and marks. \"What came after ...?\", asked for %zu words that occur once (\"%s\", \"%s\", ...):",
-                path.substr(path.rfind('/') + 1).c_str(), n, asked.size(), vocabulary[static_cast<size_t>(asked[0])].c_str(),
-                vocabulary[static_cast<size_t>(asked[1])].c_str());
+  std::snprintf(
+      title, sizeof title,
+      "%s, %d words and marks. \"What came after ...?\", asked for %zu words that occur once (\"%s\", \"%s\", ...):",
+      path.substr(path.rfind('/') + 1).c_str(), n, asked.size(), vocabulary[static_cast<size_t>(asked[0])].c_str(),
+      vocabulary[static_cast<size_t>(asked[1])].c_str());
   PrintHeader(title, true);
   double dense = 0;
   for (const Method& method : kMethods) {
@@ -273,8 +276,8 @@ void TextExample(const std::string& path, int limit, phsa::ThreadPool& pool) {
       right += best == sequence[static_cast<size_t>(where[static_cast<size_t>(asked[a])] + 1)];
     }
     if (dense == 0) dense = prefill.ms;
-    std::printf("  %-18s %9.0f ms %8.1fx %9.3f ms %7.1f %% %5d/%zu\n", method.label, prefill.ms, dense / prefill.ms, token.ms,
-                100 * prefill.read_share, right, asked.size());
+    std::printf("  %-18s %9.0f ms %8.1fx %9.3f ms %7.1f %% %5d/%zu\n", method.label, prefill.ms, dense / prefill.ms,
+                token.ms, 100 * prefill.read_share, right, asked.size());
     std::fflush(stdout);
   }
 }
@@ -303,13 +306,15 @@ int main(int argc, char** argv) {
   }
   try {
     phsa::ThreadPool pool(threads);
-    std::printf("phsa %s on %d threads, SIMD target %s, f32. Times are of the attention of one layer.\n", phsa_version(),
-                pool.num_threads(), phsa_target());
+    std::printf("phsa %s on %d threads, SIMD target %s, f32. Times are of the attention of one layer.\n",
+                phsa_version(), pool.num_threads(), phsa_target());
     RandomExample(tokens, pool);
     TextExample(text, tokens, pool);
-    std::printf("\nread: tokens that the queries of the prefill attended to, of those that dense attention reads.\n"
-                "found: answers right. Random vectors carry no meaning, so punctuation neither helps nor hurts here; what it does to\n"
-                "real models takes a real model to tell.\n");
+    std::printf(
+        "\nread: tokens that the queries of the prefill attended to, of those that dense attention reads.\n"
+        "found: answers right. Random vectors carry no meaning, so punctuation neither helps nor hurts here; what it "
+        "does to\n"
+        "real models takes a real model to tell.\n");
     return 0;
   } catch (const phsa::Error& e) {
     std::fprintf(stderr, "phsa-demo: %s\n", e.what());

@@ -159,8 +159,8 @@ typedef struct phsa_kv {
 } phsa_kv;
 
 /* The blocks chosen between init and local: [query][selection_heads][selection_slots], ascending, -1 beyond the last. A
- * list holds as many blocks as it can: top_k, or all candidates where there are fewer; attend and backward refuse others.
- * A query below `dense_below` reads everything and has no list: it is -1 throughout. */
+ * list holds as many blocks as it can: top_k, or all candidates where there are fewer; attend and backward refuse
+ * others. A query below `dense_below` reads everything and has no list: it is -1 throughout. */
 typedef struct phsa_forward_params {
   uint32_t struct_size;
   const void* q; /* [query][q_head][head_dim] */

@@ -9,7 +9,7 @@
 
 namespace phsa {
 
-class Error : public std::runtime_error {
+class PHSA_API Error : public std::runtime_error {
  public:
   Error(phsa_status status, const std::string& message) : std::runtime_error(message), status_(status) {}
   phsa_status status() const { return status_; }

@@ -107,8 +107,9 @@ phsa_status phsa_settings_from_json(const char* json, int32_t layer, phsa_settin
     const phsa::LayerSettings settings = phsa::SettingsFromJson(&Given(json, "json"));
     const phsa::Settings& chosen = settings.ForLayer(layer);
     if (!chosen.head_lambda.empty()) {
-      phsa::Throw(PHSA_UNSUPPORTED, "settings: lambda is a list, which phsa_settings cannot hold; "
-                                    "set head_lambda yourself");
+      phsa::Throw(PHSA_UNSUPPORTED,
+                  "settings: lambda is a list, which phsa_settings cannot hold; "
+                  "set head_lambda yourself");
     }
     Given(out, "out") = phsa::ToC(chosen);
   });
@@ -130,8 +131,7 @@ phsa_status phsa_settings_to_json(const phsa_settings* settings, char* out, size
 phsa_status phsa_threads_create(int32_t num_threads, phsa_threads** out) {
   return Guarded([&] {
     if (num_threads < 0 || num_threads > phsa::kMaxThreads) {
-      phsa::ThrowInvalid("threads: num_threads is {}; allowed: 0 (one per core) to {}", num_threads,
-                         phsa::kMaxThreads);
+      phsa::ThrowInvalid("threads: num_threads is {}; allowed: 0 (one per core) to {}", num_threads, phsa::kMaxThreads);
     }
     Given(out, "out");
     *out = new phsa_threads{phsa::ThreadPool(num_threads)};
@@ -202,7 +202,8 @@ phsa_status phsa_punctuation_table(const char* set, const char* const* tokens, c
     }
     std::vector<std::string> strings;
     strings.reserve(static_cast<size_t>(vocabulary));
-    for (int64_t i = 0; i < vocabulary; ++i) strings.emplace_back(&Given(tokens[i], "punctuation_table: a token"), sizes[i]);
+    for (int64_t i = 0; i < vocabulary; ++i)
+      strings.emplace_back(&Given(tokens[i], "punctuation_table: a token"), sizes[i]);
     std::span<const uint8_t> marks;
     if (special != nullptr) marks = {special, static_cast<size_t>(vocabulary)};
     const phsa::PunctuationTable result(set, strings, marks);

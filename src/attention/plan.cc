@@ -14,14 +14,10 @@ namespace {
 Representation RepresentationOf(Policy policy) {
   switch (policy) {
     case Policy::kPhsa:
-    case Policy::kInfllm2:
-      return Representation::kMixedMean;
-    case Policy::kInfllm2_64:
-      return Representation::kPooled;
-    case Policy::kQuest:
-      return Representation::kBounds;
-    default:
-      return Representation::kNone;
+    case Policy::kInfllm2: return Representation::kMixedMean;
+    case Policy::kInfllm2_64: return Representation::kPooled;
+    case Policy::kQuest: return Representation::kBounds;
+    default: return Representation::kNone;
   }
 }
 
@@ -58,8 +54,8 @@ void TakeHeads(const PlanDesc& desc, PlanImpl* plan) {
     ThrowInvalid("plan: num_kv_heads is {}; allowed: 1 to {}", desc.num_kv_heads, kMaxHeads);
   }
   if (desc.num_q_heads < 1 || desc.num_q_heads > kMaxHeads || desc.num_q_heads % desc.num_kv_heads != 0) {
-    ThrowInvalid("plan: num_q_heads is {}; allowed: a multiple of num_kv_heads ({}), at most {}",
-                          desc.num_q_heads, desc.num_kv_heads, kMaxHeads);
+    ThrowInvalid("plan: num_q_heads is {}; allowed: a multiple of num_kv_heads ({}), at most {}", desc.num_q_heads,
+                 desc.num_kv_heads, kMaxHeads);
   }
   if (desc.head_dim != 64 && desc.head_dim != 80 && desc.head_dim != 96 && desc.head_dim != 128 &&
       desc.head_dim != 256) {
@@ -81,13 +77,12 @@ void TakeHeads(const PlanDesc& desc, PlanImpl* plan) {
   plan->rep_width = plan->representation == Representation::kNone     ? 0
                     : plan->representation == Representation::kBounds ? 2 * desc.head_dim
                                                                       : desc.head_dim;
-  plan->selection_heads =
-      plan->settings.group_reduce == GroupReduce::kNone ? plan->num_q_heads : plan->num_kv_heads;
+  plan->selection_heads = plan->settings.group_reduce == GroupReduce::kNone ? plan->num_q_heads : plan->num_kv_heads;
 
   const Settings& settings = plan->settings;
   if (!settings.head_lambda.empty() && settings.head_lambda.size() != static_cast<size_t>(desc.num_kv_heads)) {
-    ThrowInvalid("plan: lambda lists {} values; allowed: one, or one per KV head ({})",
-                          settings.head_lambda.size(), desc.num_kv_heads);
+    ThrowInvalid("plan: lambda lists {} values; allowed: one, or one per KV head ({})", settings.head_lambda.size(),
+                 desc.num_kv_heads);
   }
   plan->lambda = settings.head_lambda;
   plan->lambda.resize(desc.num_kv_heads, settings.lambda);
@@ -101,8 +96,8 @@ void TakeSequences(const PlanDesc& desc, PlanImpl* plan) {
     ThrowInvalid("plan: q_lens and kv_lens must point to num_seqs lengths");
   }
   if (desc.page_size < 0 || desc.page_size % plan->block != 0) {
-    ThrowInvalid("plan: page_size is {}; allowed: 0 (contiguous) or a multiple of block_size ({})",
-                          desc.page_size, plan->block);
+    ThrowInvalid("plan: page_size is {}; allowed: 0 (contiguous) or a multiple of block_size ({})", desc.page_size,
+                 plan->block);
   }
   plan->page_size = desc.page_size;
   plan->seqs.reserve(desc.num_seqs);
@@ -112,16 +107,16 @@ void TakeSequences(const PlanDesc& desc, PlanImpl* plan) {
     seq.q_len = desc.q_lens[s];
     seq.kv_len = desc.kv_lens[s];
     if (seq.q_len < 0 || seq.kv_len < 0 || seq.q_len > seq.kv_len || seq.kv_len > kMaxTokens) {
-      ThrowInvalid("plan: sequence {} has q_len {} and kv_len {}; allowed: 0 <= q_len <= kv_len <= {}", s,
-                            seq.q_len, seq.kv_len, kMaxTokens);
+      ThrowInvalid("plan: sequence {} has q_len {} and kv_len {}; allowed: 0 <= q_len <= kv_len <= {}", s, seq.q_len,
+                   seq.kv_len, kMaxTokens);
     }
     seq.q_start = plan->num_queries;
     seq.kv_start = desc.kv_starts != nullptr ? desc.kv_starts[s] : tokens;
     seq.packed_rep_start = plan->num_reps;
     seq.rep_start = desc.rep_starts != nullptr ? desc.rep_starts[s] : plan->num_reps;
     if (seq.kv_start < 0 || seq.rep_start < 0) {
-      ThrowInvalid("plan: sequence {} starts at key {} and representative {}; allowed: 0 and up", s,
-                            seq.kv_start, seq.rep_start);
+      ThrowInvalid("plan: sequence {} starts at key {} and representative {}; allowed: 0 and up", s, seq.kv_start,
+                   seq.rep_start);
     }
     tokens += seq.kv_len;
     plan->num_queries += seq.q_len;
@@ -134,8 +129,7 @@ void TakeSequences(const PlanDesc& desc, PlanImpl* plan) {
 
 void CheckKv(const PlanImpl& plan, const KeyValues& kv, const char* where, bool values) {
   if (kv.struct_size != sizeof(KeyValues)) {
-    ThrowInvalid("{}: kv.struct_size is {}; allowed: {} (use PHSA_INIT)", where, kv.struct_size,
-                          sizeof(KeyValues));
+    ThrowInvalid("{}: kv.struct_size is {}; allowed: {} (use PHSA_INIT)", where, kv.struct_size, sizeof(KeyValues));
   }
   if (kv.k == nullptr || (values && kv.v == nullptr)) ThrowInvalid("{}: kv.k or kv.v is null", where);
   if (plan.page_size > 0 && kv.page_table == nullptr) {
@@ -146,21 +140,21 @@ void CheckKv(const PlanImpl& plan, const KeyValues& kv, const char* where, bool 
 void CheckExecutor(const PlanImpl& plan, const Executor& executor, const char* where) {
   if (executor.run != nullptr && (executor.num_threads < 1 || executor.num_threads > plan.max_threads)) {
     ThrowInvalid("{}: the executor has {} threads; allowed: 1 to the plan's max_threads ({})", where,
-                          executor.num_threads, plan.max_threads);
+                 executor.num_threads, plan.max_threads);
   }
 }
 
 void CheckWorkspace(const void* workspace, size_t size, size_t needed, const char* where) {
   if (needed > 0 && (workspace == nullptr || size < needed || reinterpret_cast<uintptr_t>(workspace) % 64 != 0)) {
     ThrowInvalid("{}: the workspace has {} bytes at {}; it needs {} bytes aligned to 64", where,
-                          workspace == nullptr ? 0 : size, workspace, needed);
+                 workspace == nullptr ? 0 : size, workspace, needed);
   }
 }
 
 void CheckForward(const PlanImpl& plan, const ForwardParams& params, const char* where, bool attends) {
   if (params.struct_size != sizeof(ForwardParams)) {
     ThrowInvalid("{}: struct_size is {}; allowed: {} (use PHSA_INIT)", where, params.struct_size,
-                          sizeof(ForwardParams));
+                 sizeof(ForwardParams));
   }
   CheckKv(plan, params.kv, where, attends);
   CheckExecutor(plan, params.executor, where);
@@ -225,7 +219,7 @@ void Plan::Backward(const BackwardParams& params) const {
   const PlanImpl& plan = *impl_;
   if (params.struct_size != sizeof(BackwardParams)) {
     ThrowInvalid("backward: struct_size is {}; allowed: {} (use PHSA_INIT)", params.struct_size,
-                          sizeof(BackwardParams));
+                 sizeof(BackwardParams));
   }
   CheckKv(plan, params.kv, "backward", true);
   CheckExecutor(plan, params.executor, "backward");

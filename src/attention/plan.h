@@ -13,10 +13,10 @@ namespace phsa {
 
 // How a policy represents blocks and scores them. The policies differ in this data and nowhere else.
 enum class Representation {
-  kNone,        // nothing is chosen: dense, streaming
-  kMixedMean,   // lambda · mean + (1 - lambda) · mean of the punctuation keys: phsa, infllm2 (lambda = 1)
-  kPooled,      // mean of 32 keys every 16, max-pooled onto the 64-token blocks: infllm2-64
-  kBounds,      // per-channel maximum, then minimum: quest
+  kNone,       // nothing is chosen: dense, streaming
+  kMixedMean,  // lambda · mean + (1 - lambda) · mean of the punctuation keys: phsa, infllm2 (lambda = 1)
+  kPooled,     // mean of 32 keys every 16, max-pooled onto the 64-token blocks: infllm2-64
+  kBounds,     // per-channel maximum, then minimum: quest
 };
 
 // infllm2-64's pooling: entry j covers tokens [16j, 16j + 32); block B takes the best of entries 4B-1 … 4B+3.
@@ -30,9 +30,9 @@ inline constexpr int32_t kMaxTokens = 1 << 30;
 
 struct Sequence {
   int32_t q_len, kv_len;
-  int64_t q_start;    // row of q, out, lse, selection
-  int64_t kv_start;   // row of k, v, flags (contiguous layout)
-  int64_t rep_start;  // row of reps (contiguous layout)
+  int64_t q_start;           // row of q, out, lse, selection
+  int64_t kv_start;          // row of k, v, flags (contiguous layout)
+  int64_t rep_start;         // row of reps (contiguous layout)
   int64_t packed_rep_start;  // row of reps when they live in the workspace
   int32_t first_position() const { return kv_len - q_len; }
 };
@@ -65,9 +65,7 @@ struct PlanImpl {
 
   int32_t rows_of_group() const { return num_q_heads / selection_heads; }  // query heads that share a choice
   // Rows of reps that exist once `tokens` tokens are there.
-  int32_t NumRepRows(int32_t tokens) const {
-    return tokens < rep_span ? 0 : (tokens - rep_span) / rep_stride + 1;
-  }
+  int32_t NumRepRows(int32_t tokens) const { return tokens < rep_span ? 0 : (tokens - rep_span) / rep_stride + 1; }
   // Rows of reps that a query of block b may see: those whose last token lies before block b.
   int32_t VisibleRepRows(int32_t b) const { return NumRepRows(b * block); }
   // Candidates of a query of block b: blocks [init_blocks, CandidateEnd(b)).

@@ -51,8 +51,8 @@ class HeadGradients {
     for (int32_t t = 0; t < seq_.kv_len; t += kPanel) {
       const int32_t count = std::min(kPanel, seq_.kv_len - t);
       kernels_.f32.pack_panel(Key(t), kv_.k_token_stride, plan_.dtype, count, d, s_.key_panels + int64_t{t} * d);
-      kernels_.f32.pack_panel(At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, seq_index_, t, kv_head_)), kv_.v_token_stride,
-                              plan_.dtype, count, d, s_.value_panels + int64_t{t} * d);
+      kernels_.f32.pack_panel(At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, seq_index_, t, kv_head_)),
+                              kv_.v_token_stride, plan_.dtype, count, d, s_.value_panels + int64_t{t} * d);
     }
     for (int32_t begin = 0; begin < seq_.kv_len; begin += shape_.queries) {
       begin_ = begin;
@@ -94,8 +94,8 @@ class HeadGradients {
     for (int32_t r = 0; r < rows_; ++r) {
       float* q = s_.queries + int64_t{r} * d;
       float* d_out = s_.d_out + int64_t{r} * d;
-      kernels_.to_f32(At(params_.q, plan_.dtype, Offset(r, params_.q_token_stride, params_.q_head_stride)), plan_.dtype, d,
-                      q);
+      kernels_.to_f32(At(params_.q, plan_.dtype, Offset(r, params_.q_token_stride, params_.q_head_stride)), plan_.dtype,
+                      d, q);
       kernels_.to_f32(At(params_.d_out, plan_.dtype, Offset(r, params_.d_out_token_stride, params_.d_out_head_stride)),
                       plan_.dtype, d, d_out);
       kernels_.to_f32(At(params_.out, plan_.dtype, Offset(r, params_.out_token_stride, params_.out_head_stride)),
@@ -129,9 +129,9 @@ class HeadGradients {
     for (int32_t list = 0; list < (end_ - begin_) * units; ++list) {
       const int32_t position = begin_ + list / units;
       if (plan_.ReadsAll(position / plan_.block)) continue;
-      const int32_t* chosen = params_.selection + ((seq_.q_start + position) * plan_.selection_heads +
-                                                   int64_t{kv_head_} * units + list % units) *
-                                                      plan_.top_k;
+      const int32_t* chosen =
+          params_.selection +
+          ((seq_.q_start + position) * plan_.selection_heads + int64_t{kv_head_} * units + list % units) * plan_.top_k;
       for (int32_t j = 0; j < shape_.slots && chosen[j] >= 0; ++j) blocks.Add(list, j, chosen[j]);
     }
     blocks.ForEachBlock([&](int32_t block) {
@@ -167,9 +167,9 @@ class HeadGradients {
       s_.ds_ptrs[i] = s_.d_scores + int64_t{i} * kChunk;
     }
     kernels_.f32.dot(reinterpret_cast<const uint32_t* const*>(s_.query_ptrs), n, s_.key_panels + int64_t{lo} * d,
-                      panels, d, s_.p_ptrs);
+                     panels, d, s_.p_ptrs);
     kernels_.f32.dot(reinterpret_cast<const uint32_t* const*>(s_.d_out_ptrs), n, s_.value_panels + int64_t{lo} * d,
-                      panels, d, s_.ds_ptrs);
+                     panels, d, s_.ds_ptrs);
     for (int32_t i = 0; i < n; ++i) {
       const int32_t row = s_.list_rows[i];
       const int32_t seen = std::min(Position(row) + 1, hi) - lo;
@@ -179,7 +179,8 @@ class HeadGradients {
     }
     kernels_.f32.accumulate(reinterpret_cast<const uint32_t* const*>(s_.ds_ptrs), n, hi - lo, keys, key_stride, d,
                             s_.d_query_ptrs);
-    kernels_.accumulate_transposed(s_.ds_ptrs, s_.query_ptrs, n, hi - lo, d, d_keys_ + lo * d_key_stride_, d_key_stride_);
+    kernels_.accumulate_transposed(s_.ds_ptrs, s_.query_ptrs, n, hi - lo, d, d_keys_ + lo * d_key_stride_,
+                                   d_key_stride_);
     kernels_.accumulate_transposed(s_.p_ptrs, s_.d_out_ptrs, n, hi - lo, d, d_values_ + lo * d_value_stride_,
                                    d_value_stride_);
   }

@@ -20,9 +20,10 @@ inline std::pair<int32_t, int32_t> BandRange(const PlanImpl& plan, int32_t b, Ba
   return {all ? 0 : plan.CandidateEnd(b) * plan.block, std::min((b + 1) * plan.block, end)};
 }
 
-// Walks over one part of the band for queries at positions [begin, end), in chunks of kChunk keys at absolute positions,
-// so that where a tile begins changes no sum. fn(chunk, query_begin, query_end, lo, hi): those queries read tokens
-// [lo, hi) of the chunk, each up to its own position. Neighbouring blocks of queries that read the same go together.
+// Walks over one part of the band for queries at positions [begin, end), in chunks of kChunk keys at absolute
+// positions, so that where a tile begins changes no sum. fn(chunk, query_begin, query_end, lo, hi): those queries read
+// tokens [lo, hi) of the chunk, each up to its own position. Neighbouring blocks of queries that read the same go
+// together.
 template <class Fn>
 void ForEachBandRun(const PlanImpl& plan, int32_t begin, int32_t end, BandPart part, Fn&& fn) {
   const int32_t first_block = begin / plan.block, last_block = (end - 1) / plan.block;

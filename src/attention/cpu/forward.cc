@@ -1,8 +1,8 @@
 // attend on the CPU, alone or fused with the selection.
 //
 // A tile of queries reads keys in two ways. The band (init, local, or everything for queries that read all) is shared
-// by the whole tile: chunks of kChunk keys at absolute positions, a running softmax. The chosen blocks differ from query
-// to query: they are visited block by block, each packed once and multiplied with the rows that chose it.
+// by the whole tile: chunks of kChunk keys at absolute positions, a running softmax. The chosen blocks differ from
+// query to query: they are visited block by block, each packed once and multiplied with the rows that chose it.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -100,8 +100,9 @@ class TileAttention {
   void PackChunk(int32_t lo, int32_t hi, int32_t chunk) {
     for (int32_t t = lo / kPanel * kPanel; t < hi; t += kPanel) {
       const int32_t n = std::min(kPanel, hi - t);
-      products_.pack_panel(At(kv_.k, plan_.dtype, KeyOffset(plan_, kv_, tile_.seq, t, tile_.kv_head)), kv_.k_token_stride,
-                           plan_.dtype, n, plan_.head_dim, s_.panels + (t - chunk) / kPanel * panel_size_);
+      products_.pack_panel(At(kv_.k, plan_.dtype, KeyOffset(plan_, kv_, tile_.seq, t, tile_.kv_head)),
+                           kv_.k_token_stride, plan_.dtype, n, plan_.head_dim,
+                           s_.panels + (t - chunk) / kPanel * panel_size_);
       if (!ValuesInPlace()) {
         products_.pack_values(At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, tile_.seq, t, tile_.kv_head)),
                               kv_.v_token_stride, plan_.dtype, n, plan_.head_dim,
@@ -127,8 +128,8 @@ class TileAttention {
     if (packed_.values != nullptr) {
       values = packed_.values + int64_t{lo / products_.per_word} * plan_.head_dim;
     } else if (ValuesInPlace()) {
-      values = static_cast<const uint32_t*>(
-          At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, tile_.seq, lo, tile_.kv_head)));
+      values =
+          static_cast<const uint32_t*>(At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, tile_.seq, lo, tile_.kv_head)));
       stride = kv_.v_token_stride;
     }
     products_.accumulate(reinterpret_cast<const uint32_t* const*>(s_.score_ptrs + begin), end - begin, words, values,
@@ -228,8 +229,9 @@ class TileAttention {
     const ForwardParams& params = call_.params;
     for (int32_t r = 0; r < rows_; ++r) {
       call_.kernels.scale(s_.sum_ptrs[r], plan_.head_dim, 1.0f / s_.row_sum[r]);
-      call_.kernels.from_f32(s_.sum_ptrs[r], plan_.dtype, plan_.head_dim,
-                             At(params.out, plan_.dtype, QueryOffset(r, params.out_token_stride, params.out_head_stride)));
+      call_.kernels.from_f32(
+          s_.sum_ptrs[r], plan_.dtype, plan_.head_dim,
+          At(params.out, plan_.dtype, QueryOffset(r, params.out_token_stride, params.out_head_stride)));
       if (params.lse != nullptr) {
         params.lse[QueryOffset(r, plan_.num_q_heads, 1)] = s_.row_max[r] * plan_.scale + std::log(s_.row_sum[r]);
       }
@@ -256,9 +258,10 @@ void ReadLists(const Call& call, const Tile& tile, const TileScratch& scratch) {
   for (int32_t query = tile.begin; query < tile.end; ++query) {
     for (int32_t unit = 0; unit < call.shape.units; ++unit) {
       const int64_t list = int64_t{query - tile.begin} * call.shape.units + unit;
-      const int32_t* from = call.params.selection + ((seq.q_start + query - seq.first_position()) * plan.selection_heads +
-                                                     int64_t{tile.kv_head} * call.shape.units + unit) *
-                                                        plan.top_k;
+      const int32_t* from =
+          call.params.selection + ((seq.q_start + query - seq.first_position()) * plan.selection_heads +
+                                   int64_t{tile.kv_head} * call.shape.units + unit) *
+                                      plan.top_k;
       int32_t count = 0;
       while (count < call.shape.slots && from[count] >= 0) ++count;
       std::copy_n(from, count, scratch.lists_of_tile + list * call.shape.slots);
@@ -280,8 +283,8 @@ void PackHeads(const Call& call, int32_t seq, int32_t head_begin, int32_t heads)
     uint32_t* values = call.shared.packed_values + slot * call.shared.packed_head_size;
     for (int32_t t = begin; t < std::min(kv_len, begin + kTokensPerTask); t += kPanel) {
       const int32_t n = std::min(kPanel, kv_len - t);
-      call.products.pack_panel(At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, t, kv_head)), kv.k_token_stride, plan.dtype,
-                               n, d, keys + int64_t{t} * call.words);
+      call.products.pack_panel(At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, t, kv_head)), kv.k_token_stride,
+                               plan.dtype, n, d, keys + int64_t{t} * call.words);
       call.products.pack_values(At(kv.v, plan.dtype, ValueOffset(plan, kv, seq, t, kv_head)), kv.v_token_stride,
                                 plan.dtype, n, d, values + int64_t{t / call.products.per_word} * d);
     }

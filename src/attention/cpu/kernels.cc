@@ -244,7 +244,8 @@ HWY_INLINE void Tile(const float* const* a, const float* b, int64_t panel_stride
     V operand[Vectors];
     HWY_UNROLL(8)
     for (int v = 0; v < Vectors; ++v) {
-      operand[v] = hn::LoadU(d, b + k * k_stride + (v / kVectorsPerPanel) * panel_stride + (v % kVectorsPerPanel) * kLanes);
+      operand[v] =
+          hn::LoadU(d, b + k * k_stride + (v / kVectorsPerPanel) * panel_stride + (v % kVectorsPerPanel) * kLanes);
     }
     HWY_UNROLL(8)
     for (int r = 0; r < Rows; ++r) {
@@ -326,7 +327,8 @@ float Softmax(float* s, int n, float factor, float* max, float* sum) {
   return rescale;
 }
 
-void WeightedSum(const void* src, int64_t stride, int32_t dtype, int rows, int columns, const float* weight, void* dst) {
+void WeightedSum(const void* src, int64_t stride, int32_t dtype, int rows, int columns, const float* weight,
+                 void* dst) {
   const F d;
   WithType(src, dtype, [&](const auto* p) {
     auto* out = static_cast<std::remove_const_t<std::remove_pointer_t<decltype(p)>>*>(dst);
@@ -422,9 +424,8 @@ void TopK(const float* values, int begin, int end, int k, int32_t* scratch, int3
   }
 
   if (n > kMaxRanked) {
-    std::nth_element(scratch, scratch + k - 1, scratch + n, [values](int32_t a, int32_t b) {
-      return values[a] != values[b] ? values[a] > values[b] : a < b;
-    });
+    std::nth_element(scratch, scratch + k - 1, scratch + n,
+                     [values](int32_t a, int32_t b) { return values[a] != values[b] ? values[a] > values[b] : a < b; });
     std::sort(scratch, scratch + k);
     std::copy_n(scratch, k, out);
     return;
@@ -516,19 +517,14 @@ float DotProduct(const float* a, const float* b, int n) {
 const char* TargetLabel() {
   switch (HWY_TARGET) {
 #if HWY_ARCH_X86
-    case HWY_AVX3:
-      return "avx3";
-    case HWY_AVX2:
-      return "avx2";
-    case HWY_SSE4:
-      return "sse4";
+    case HWY_AVX3: return "avx3";
+    case HWY_AVX2: return "avx2";
+    case HWY_SSE4: return "sse4";
 #endif
 #if HWY_ARCH_ARM
-    case HWY_NEON:
-      return "neon";
+    case HWY_NEON: return "neon";
 #endif
-    default:
-      return "portable";
+    default: return "portable";
   }
 }
 

@@ -1,4 +1,5 @@
 // Products of bf16 pairs by vdpbf16ps, which Highway 1.0 does not have: twice the multiply-adds of f32 per instruction.
+// No inline function of the standard library may be called here: the linker could keep the copy that needs AVX-512.
 // The instruction adds the two products of a pair without a rounding in between and treats denormals as zero; each
 // result still has one accumulator and one order, so it depends on the row and the key alone.
 #include "attention/cpu/kernels.h"
@@ -10,7 +11,6 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
 
-#include <algorithm>
 #include <cstring>
 
 namespace phsa::cpu {
@@ -102,7 +102,7 @@ void PackPanel(const void* src, int64_t stride, int32_t /*dtype*/, int rows, int
   const auto* in = static_cast<const uint16_t*>(src);
   const int words = elements / 2;
   for (int c = 0; c < words; c += 16) {
-    const int n = std::min(16, words - c);
+    const int n = words - c < 16 ? words - c : 16;
     const __mmask16 mask = static_cast<__mmask16>((1u << n) - 1);
     __m512i x[16];
 #pragma GCC unroll 16
@@ -122,11 +122,10 @@ void PackValues(const void* src, int64_t stride, int32_t /*dtype*/, int rows, in
   for (int r = 0; r < rows; r += 2, dst += columns) {
     for (int c = 0; c < columns; c += 16) {
       const __m256i even = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + r * stride + c));
-      const __m256i odd = r + 1 < rows
-                              ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + (r + 1) * stride + c))
-                              : _mm256_setzero_si256();
-      _mm512_storeu_si512(dst + c, _mm512_or_si512(_mm512_cvtepu16_epi32(even),
-                                                   _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16)));
+      const __m256i odd = r + 1 < rows ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + (r + 1) * stride + c))
+                                       : _mm256_setzero_si256();
+      _mm512_storeu_si512(
+          dst + c, _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16)));
     }
   }
 }
@@ -150,7 +149,8 @@ float Softmax(float* s, int n, float factor, float* max, float* sum) {
   __m512 m = _mm512_loadu_ps(s);
   for (int i = 16; i < n; i += 16) m = _mm512_max_ps(m, _mm512_loadu_ps(s + i));
   const float old_max = *max;
-  const float new_max = std::max(old_max, _mm512_reduce_max_ps(m));
+  const float chunk_max = _mm512_reduce_max_ps(m);
+  const float new_max = chunk_max > old_max ? chunk_max : old_max;
   const __m512 f = _mm512_set1_ps(factor), offset = _mm512_set1_ps(new_max * factor);
   __m512 total = _mm512_setzero_ps();
   auto* words = reinterpret_cast<uint16_t*>(s);  // a word is written after the two values in its place were read

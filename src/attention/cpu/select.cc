@@ -34,8 +34,7 @@ void RepresentRow(const PlanImpl& plan, const Kernels& kernels, const KeyValues&
   const int32_t token = row * plan.rep_stride;
   const void* keys = At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, token, kv_head));
   switch (plan.representation) {
-    case Representation::kNone:
-      return;
+    case Representation::kNone: return;
     case Representation::kMixedMean: {
       float weight[64];
       const uint8_t* flags = kv.flags == nullptr ? nullptr : kv.flags + FlagOffset(plan, kv, seq, token);
@@ -43,9 +42,7 @@ void RepresentRow(const PlanImpl& plan, const Kernels& kernels, const KeyValues&
       kernels.weighted_sum(keys, kv.k_token_stride, plan.dtype, plan.block, d, weight, dst);
       return;
     }
-    case Representation::kBounds:
-      kernels.bounds(keys, kv.k_token_stride, plan.dtype, plan.block, d, dst);
-      return;
+    case Representation::kBounds: kernels.bounds(keys, kv.k_token_stride, plan.dtype, plan.block, d, dst); return;
     case Representation::kPooled: {
       float weight[kPoolSize];
       std::fill_n(weight, kPoolSize, 1.0f / kPoolSize);
@@ -56,8 +53,8 @@ void RepresentRow(const PlanImpl& plan, const Kernels& kernels, const KeyValues&
       if (second != At(keys, plan.dtype, kPoolStride * stride)) {
         const size_t size = DtypeSize(plan.dtype) * static_cast<size_t>(d);
         for (int32_t i = 0; i < kPoolSize; ++i) {
-          const void* from = i < kPoolStride ? At(keys, plan.dtype, i * stride)
-                                             : At(second, plan.dtype, (i - kPoolStride) * stride);
+          const void* from =
+              i < kPoolStride ? At(keys, plan.dtype, i * stride) : At(second, plan.dtype, (i - kPoolStride) * stride);
           std::memcpy(At(static_cast<void*>(gathered), plan.dtype, int64_t{i} * d), from, size);
         }
         keys = gathered;
@@ -70,7 +67,8 @@ void RepresentRow(const PlanImpl& plan, const Kernels& kernels, const KeyValues&
 }
 
 // Panel p of a sequence's representatives: rows 16 p and on, those that exist.
-void PackRepPanel(const Call& call, int32_t seq, int32_t kv_head, int32_t panel, uint32_t* rows_scratch, uint32_t* dst) {
+void PackRepPanel(const Call& call, int32_t seq, int32_t kv_head, int32_t panel, uint32_t* rows_scratch,
+                  uint32_t* dst) {
   const PlanImpl& plan = call.plan;
   const int32_t first = panel * kPanel;
   const int32_t rows = std::min(kPanel, plan.NumRepRows(plan.seqs[seq].kv_len) - first);
@@ -122,7 +120,8 @@ void RepQuery(const Call& call, const void* q, uint32_t* dst, const uint32_t** r
 }
 
 // infllm2-64: block B takes the best of entries 4B - 1 … 4B + 3 that the query sees.
-void PoolOntoBlocks(const float* entries, int32_t visible, int32_t begin, int32_t end, int32_t per_block, float* blocks) {
+void PoolOntoBlocks(const float* entries, int32_t visible, int32_t begin, int32_t end, int32_t per_block,
+                    float* blocks) {
   for (int32_t b = begin; b < end; ++b) {
     const int32_t first = std::max(0, per_block * b - 1), last = std::min(visible - 1, per_block * b + per_block - 1);
     float best = -1.0f;
@@ -158,7 +157,8 @@ void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratc
       const int32_t n = std::min(4, panels - p);
       const uint32_t* source = scratch.rep_panels;
       if (packed >= 0) {
-        source = call.shared.panels + packed + (int64_t{tile.kv_head} * PaddedReps(plan, seq) / kPanel + p) * panel_size;
+        source =
+            call.shared.panels + packed + (int64_t{tile.kv_head} * PaddedReps(plan, seq) / kPanel + p) * panel_size;
       } else {
         for (int32_t i = 0; i < n; ++i) {
           PackRepPanel(call, tile.seq, tile.kv_head, p + i, scratch.rep_rows, scratch.rep_panels + i * panel_size);
@@ -266,9 +266,9 @@ void PackReps(const Call& call) {
     const int32_t begin = static_cast<int32_t>(task / plan.num_kv_heads) * kPanelsPerTask;
     alignas(64) uint32_t rows[16 * 512];
     for (int32_t p = begin; p < std::min(panels, begin + kPanelsPerTask); ++p) {
-      PackRepPanel(call, s, kv_head, p, rows,
-                   call.shared.panels + call.shared.panel_starts[s] +
-                       (int64_t{kv_head} * panels + p) * call.rep_words * kPanel);
+      PackRepPanel(
+          call, s, kv_head, p, rows,
+          call.shared.panels + call.shared.panel_starts[s] + (int64_t{kv_head} * panels + p) * call.rep_words * kPanel);
     }
   });
 }

@@ -15,11 +15,13 @@ class RepView {
   RepView(const PlanImpl& plan, void* packed) : plan_(&plan), base_(packed) {}
 
   bool packed() const { return kv_ == nullptr; }
-  int64_t row_stride() const { return packed() ? int64_t{plan_->num_kv_heads} * plan_->rep_width : kv_->rep_row_stride; }
+  int64_t row_stride() const {
+    return packed() ? int64_t{plan_->num_kv_heads} * plan_->rep_width : kv_->rep_row_stride;
+  }
   void* Row(int32_t seq, int32_t row, int32_t kv_head) const {
-    const int64_t offset = packed() ? (plan_->seqs[seq].packed_rep_start + row) * row_stride() +
-                                          int64_t{kv_head} * plan_->rep_width
-                                    : RepOffset(*plan_, *kv_, seq, row, kv_head);
+    const int64_t offset =
+        packed() ? (plan_->seqs[seq].packed_rep_start + row) * row_stride() + int64_t{kv_head} * plan_->rep_width
+                 : RepOffset(*plan_, *kv_, seq, row, kv_head);
     return At(base_, plan_->dtype, offset);
   }
   // Whether rows [first, first + count) lie row_stride apart.

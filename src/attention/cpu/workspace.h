@@ -11,13 +11,14 @@
 
 namespace phsa::cpu {
 
-// Keys per step of the running softmax in the band: 128 × 128 × 4 bytes = 64 KB of keys and as much of values stay in L2
-// beside the tile's state while every row of the tile passes over them.
+// Keys per step of the running softmax in the band: 128 × 128 × 4 bytes = 64 KB of keys and as much of values stay in
+// L2 beside the tile's state while every row of the tile passes over them.
 inline constexpr int32_t kChunk = 128;
 // Rows (query × head) of a tile. More rows share what a tile packs for itself; fewer keep its scores and sums in L2. On
 // Zen 4 (1 MB) 128, 256 and 384 are within 3 % of each other at 8k.
 inline constexpr int32_t kTileRows = 256;
-// Rows scored together: their scores against all representatives are held at once (32 × 4096 × 4 bytes = 512 KB at 64k).
+// Rows scored together: their scores against all representatives are held at once (32 × 4096 × 4 bytes = 512 KB at
+// 64k).
 inline constexpr int32_t kScoreRows = 32;
 // Tokens of chosen blocks whose scores a row holds at once.
 inline constexpr int32_t kChosenTokens = 512;
@@ -45,12 +46,12 @@ struct TileShape {
   int32_t rows;           // the most rows of any tile
   int32_t score_queries;  // scored together
   int32_t score_rows;
-  int32_t blocks;         // of the longest sequence
-  int32_t slots;          // of a list that can be filled
-  int32_t padded_reps;    // of the longest sequence, whole panels
-  int32_t units;          // lists per query and KV head: 1, or the group's heads
-  int32_t chosen_slots;   // chosen blocks whose scores are held at once
-  int32_t score_stride;   // floats between two rows of scores
+  int32_t blocks;        // of the longest sequence
+  int32_t slots;         // of a list that can be filled
+  int32_t padded_reps;   // of the longest sequence, whole panels
+  int32_t units;         // lists per query and KV head: 1, or the group's heads
+  int32_t chosen_slots;  // chosen blocks whose scores are held at once
+  int32_t score_stride;  // floats between two rows of scores
 };
 
 inline int32_t NumTiles(const Sequence& seq, const TileShape& shape) {
@@ -130,16 +131,16 @@ struct TileScratch {
   }
 
   static constexpr int64_t kPanelRows = 16;
-  uint32_t* queries = nullptr;       // [rows][words]
-  float* scores = nullptr;           // [rows][score_stride]
-  float* sums = nullptr;             // [rows][head_dim], Σ p · v so far
-  float* row_max = nullptr;          // [rows]
-  float* row_sum = nullptr;          // [rows]
-  uint32_t* panels = nullptr;        // [kChunk / 16][words][16]
-  uint32_t* values = nullptr;        // [kChunk / per_word][head_dim]
-  const uint32_t** query_ptrs = nullptr;  // [rows] into queries, or into q itself
-  float** score_ptrs = nullptr;           // [rows]
-  float** sum_ptrs = nullptr;             // [rows]
+  uint32_t* queries = nullptr;              // [rows][words]
+  float* scores = nullptr;                  // [rows][score_stride]
+  float* sums = nullptr;                    // [rows][head_dim], Σ p · v so far
+  float* row_max = nullptr;                 // [rows]
+  float* row_sum = nullptr;                 // [rows]
+  uint32_t* panels = nullptr;               // [kChunk / 16][words][16]
+  uint32_t* values = nullptr;               // [kChunk / per_word][head_dim]
+  const uint32_t** query_ptrs = nullptr;    // [rows] into queries, or into q itself
+  float** score_ptrs = nullptr;             // [rows]
+  float** sum_ptrs = nullptr;               // [rows]
   const uint32_t** list_queries = nullptr;  // [rows] those of the rows that chose one block
   float** list_scores = nullptr;
   float** list_sums = nullptr;
@@ -182,8 +183,8 @@ struct SharedScratch {
   uint32_t* packed_keys = nullptr;    // [heads at once][packed_head_size]
   uint32_t* packed_values = nullptr;  // [heads at once][packed_head_size]
   int64_t packed_head_size = 0;       // words, enough for f32
-  void* reps = nullptr;            // [num_reps][num_kv_heads][rep_width]
-  uint32_t* panels = nullptr;      // per packing sequence: [num_kv_heads][padded reps / 16][words][16]
+  void* reps = nullptr;               // [num_reps][num_kv_heads][rep_width]
+  uint32_t* panels = nullptr;         // per packing sequence: [num_kv_heads][padded reps / 16][words][16]
   int64_t* panel_starts = nullptr;  // [num_seqs] words before the sequence's panels, -1 for sequences that do not pack
 };
 
@@ -216,14 +217,14 @@ struct BackwardScratch {
     next_entry = carver.Take<int32_t>(lists * shape.slots);
   }
 
-  float* queries = nullptr;    // [rows][head_dim]
-  float* d_out = nullptr;      // [rows][head_dim]
-  float* d_queries = nullptr;  // [rows][head_dim]
-  float* row = nullptr;        // [head_dim]
-  float* delta = nullptr;      // [rows] out · d_out
-  float* offset = nullptr;     // [rows] log-sum-exp in base 2
-  float* probabilities = nullptr;  // [rows][kChunk]
-  float* d_scores = nullptr;       // [rows][kChunk]
+  float* queries = nullptr;          // [rows][head_dim]
+  float* d_out = nullptr;            // [rows][head_dim]
+  float* d_queries = nullptr;        // [rows][head_dim]
+  float* row = nullptr;              // [head_dim]
+  float* delta = nullptr;            // [rows] out · d_out
+  float* offset = nullptr;           // [rows] log-sum-exp in base 2
+  float* probabilities = nullptr;    // [rows][kChunk]
+  float* d_scores = nullptr;         // [rows][kChunk]
   uint32_t* key_panels = nullptr;    // [token / 16][head_dim][16]
   uint32_t* value_panels = nullptr;  // [token / 16][head_dim][16]
   uint32_t* keys = nullptr;          // [kChunk][head_dim] where the keys are not f32
