@@ -1232,4 +1232,21 @@ TEST_F(Attention, GradientsAreTheSlopesOfTheForwardPass) {
 }
 
 }  // namespace
+TEST_F(Attention, BeforeTheFirstCompleteBlockRepresentativesNeedNoRoom) {
+  const int32_t length = 15;
+  PlanDesc desc;
+  desc.num_q_heads = desc.num_kv_heads = 1;
+  desc.head_dim = 64;
+  desc.num_seqs = 1;
+  desc.q_lens = desc.kv_lens = &length;
+  const Plan plan(desc);
+  ASSERT_EQ(plan.NumReps(), 0);
+  const std::vector<float> keys(size_t{64} * length);
+  auto kv = Init<KeyValues>();
+  kv.k = keys.data();
+  kv.k_token_stride = 64;
+  kv.k_head_stride = 64;
+  EXPECT_NO_THROW(plan.Represent(kv, Init<Executor>()));
+}
+
 }  // namespace phsa

@@ -191,7 +191,7 @@ int64_t Plan::NumQueries() const { return impl_->num_queries; }
 void Plan::Represent(const KeyValues& kv, const Executor& executor) const {
   CheckKv(*impl_, kv, "represent", false);
   CheckExecutor(*impl_, executor, "represent");
-  if (impl_->representation == Representation::kNone) return;
+  if (impl_->num_reps == 0) return;  // nothing to represent, or no block complete yet
   if (kv.reps == nullptr) ThrowInvalid("represent: kv.reps is null");
   ActiveBackend().represent(*impl_, kv, executor);
 }
