@@ -24,7 +24,7 @@ no_aslr := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(u
 # The steps of a command run in order; the tools inside each step run in parallel.
 .NOTPARALLEL:
 .PHONY: help demo test bench install format format-check tidy sanitize fuzz build clean \
-  packages packages-test venv test-cpp test-asan test-tsan test-python
+  packages packages-test venv cuda-build test-cpp test-asan test-tsan test-python
 
 help: ## this list
 	@echo "make COMMAND, where COMMAND is one of"
@@ -37,7 +37,7 @@ demo: packages ## builds, then compares dense, InfLLM v2 and PHSA on this machin
 	cmake --build --preset release --target phsa_demo
 	build/release/bin/phsa-demo $(DEMO_ARGS)
 
-test: packages-test venv format-check test-cpp test-asan test-tsan test-python ## everything that can be tested here
+test: packages-test venv format-check cuda-build test-cpp test-asan test-tsan test-python ## everything that can be tested here
 
 bench: packages-test venv ## measures the attention here, against our dense path and torch's SDPA (15 minutes)
 	cmake --preset release -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python)
@@ -86,6 +86,11 @@ packages-test:
 
 venv:
 	@scripts/make-venv.sh
+
+# Compiles the CUDA kernels where nvcc is; scripts/test-cuda.sh runs their tests where there is a GPU.
+cuda-build:
+	@if command -v nvcc >/dev/null; then PHSA_CUDA_ARCHES=$${PHSA_CUDA_ARCHES:-90a} scripts/test-cuda.sh --build; \
+	else echo "no nvcc here: the CUDA kernels are not compiled"; fi
 
 test-cpp: packages-test venv
 	cmake --preset release -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python)

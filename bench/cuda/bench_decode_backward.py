@@ -4,6 +4,7 @@ Build as tests/cuda/test_decode_backward.py says, then: python3 bench/cuda/bench
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "cuda"))
-import test_decode_backward as lib  # noqa: E402
+import test_decode_backward as lib
 
 BLOCK = lib.BLOCK
 RESULTS = []
@@ -98,7 +99,11 @@ class DecodeBench:
             setattr(p, f"{name}_token_stride", x.stride(1))
             setattr(p, f"{name}_head_stride", x.stride(2))
             setattr(p, f"{name}_page_stride", x.stride(0))
-        p.rep_row_stride, p.rep_head_stride, p.rep_page_stride = self.reps.stride(1), self.reps.stride(2), self.reps.stride(0)
+        p.rep_row_stride, p.rep_head_stride, p.rep_page_stride = (
+            self.reps.stride(1),
+            self.reps.stride(2),
+            self.reps.stride(0),
+        )
         p.page_size, p.page_table, p.page_table_stride = page_size, self.table.data_ptr(), self.table.stride(0)
         size = lib.LIBRARY.phsa_cuda_decode_workspace(p)
         workspace = torch.empty(size, device="cuda", dtype=torch.uint8)
@@ -113,7 +118,7 @@ class DecodeBench:
 
     def dense(self, backend):
         """PyTorch's dense attention over the same bytes, read as one contiguous cache."""
-        batch, length, q_heads, kv_heads, dim, _ = self.size
+        batch, length, _, kv_heads, dim, _ = self.size
         k, v = (x.view(batch, length, kv_heads, dim).transpose(1, 2) for x in (self.k, self.v))
 
         def run():
@@ -140,18 +145,32 @@ def stages(call, repeats=20):
 
 def bench_decode():
     for batch, length, q_heads, kv_heads in (
-        (1, 131072, 16, 8), (16, 131072, 16, 8), (1, 131072, 32, 8), (16, 131072, 32, 8), (1, 32768, 12, 2),
-        (16, 32768, 16, 8), (1, 32768, 16, 8), (16, 4096, 16, 8),
+        (1, 131072, 16, 8),
+        (16, 131072, 16, 8),
+        (1, 131072, 32, 8),
+        (16, 131072, 32, 8),
+        (1, 131072, 12, 2),
+        (16, 131072, 12, 2),
+        (1, 32768, 16, 8),
+        (16, 32768, 16, 8),
+        (16, 4096, 16, 8),
     ):
         bytes_read = batch * length * kv_heads * 128 * 2 // 16
-        sets = max(1, min(10, 200_000_000 // bytes_read))
+        sets = max(1, min(10, 200_000_000 // bytes_read))  # several times the cache between two uses of a set
         data = [DecodeBench(batch, length, q_heads, kv_heads) for _ in range(sets)]
         method = dict(top_k=2, init=16, local=128) if length <= 4096 else {}
         sparse = time_graph([d.call(**method) for d in data])
         again = time_graph([d.call(**method) for d in data])
         own_dense = time_graph([d.call(top_k=0, dense_below=lib.INT_MAX) for d in data[:4]])
-        row = dict(stage="decode", batch=batch, length=length, heads=f"{q_heads}/{kv_heads}", sparse_ms=sparse,
-                   again_ms=again, own_dense_ms=own_dense)
+        row = dict(
+            stage="decode",
+            batch=batch,
+            length=length,
+            heads=f"{q_heads}/{kv_heads}",
+            sparse_ms=sparse,
+            again_ms=again,
+            own_dense_ms=own_dense,
+        )
         for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
             try:
                 row[f"{name}_ms"] = time_graph([d.dense(backend) for d in data[:4]])
@@ -160,7 +179,9 @@ def bench_decode():
         if "cudnn_ms" in row:
             row["against_cudnn"] = row["cudnn_ms"] / sparse
         reps = batch * length // BLOCK * kv_heads * 256
-        read = batch * (640 + 16 + 256) * kv_heads * 512 if not method else batch * (16 + 128 + 16 + 32) * kv_heads * 512
+        read = (
+            batch * (640 + 16 + 256) * kv_heads * 512 if not method else batch * (16 + 128 + 16 + 32) * kv_heads * 512
+        )
         row["bytes_mb"] = (reps + read) / 1e6
         row["tb_per_s"] = (reps + read) / sparse / 1e9
         report(**row)
@@ -170,16 +191,80 @@ def bench_decode():
         torch.cuda.empty_cache()
 
 
+def time_dense(case, row):
+    """PyTorch's dense forward and backward on the same inputs."""
+    heads = [x.transpose(0, 1)[None].detach().requires_grad_() for x in (case.q, case.k, case.v)]
+    d_out = case.d_out.transpose(0, 1)[None]
+
+    def forward():
+        return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+
+    for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+        with sdpa_kernel(backend):
+            try:
+                row[f"{name}_forward_ms"] = time_calls(forward, 5)
+                out = forward()
+
+                def backward(out=out):
+                    torch.autograd.grad(out, heads, d_out, retain_graph=True)
+
+                row[f"{name}_backward_ms"] = time_calls(backward, 5)
+            except RuntimeError as error:
+                print(f"{name}: {str(error).splitlines()[0][:100]}")
+
+
+def bench_backward():
+    for length, q_heads, kv_heads, method in (
+        (16384, 16, 8, {}),
+        (32768, 16, 8, {}),
+        (32768, 32, 8, {}),
+        (32768, 12, 2, {}),
+        (4096, 16, 8, dict(top_k=2, init=16, local=128)),
+        (65536, 16, 8, {}),
+    ):
+        case = lib.BackwardCase(lens=(length,), q_heads=q_heads, kv_heads=kv_heads, select_chunk=512, **method)
+        row = dict(stage="backward", length=length, heads=f"{q_heads}/{kv_heads}")
+        if length <= 16384:
+            exact = case.reference(chunk=256)
+            case.poison()
+            case.run()
+            row["error"] = max(case.errors(exact))
+            del exact
+        else:
+            case.out.normal_()
+            case.lse.fill_(10.0)
+        case.poison()
+        case.run()
+        torch.cuda.synchronize()
+        assert all(torch.isfinite(x).all() for x in (case.dq, case.dk, case.dv))
+        row["workspace_mb"] = case.params.workspace_size / 1e6
+        row["backward_ms"] = time_calls(case.run)
+        for tile in (8, 64):
+            lists = case.selection[length // 2 : length // 2 + 1024, 0].reshape(-1, tile * case.top_k).tolist()
+            row[f"union_{tile}_over_k"] = sum(len(set(x) - {-1}) for x in lists) / len(lists) / case.top_k
+        if length <= 32768:
+            time_dense(case, row)
+        if "cudnn_backward_ms" in row:
+            row["backward_against_cudnn"] = row["cudnn_backward_ms"] / row["backward_ms"]
+        report(**row)
+        print("   stages (us):", stages(case.run, 5))
+        del case
+        torch.cuda.empty_cache()
+
+
 if __name__ == "__main__":
     chosen = sys.argv[1:] or ["decode", "backward"]
     if "decode" in chosen:
         bench_decode()
-    if "backward" in chosen and "bench_backward" in globals():
-        globals()["bench_backward"]()
-    out = Path(__file__).resolve().parents[2] / "bench" / "results"
-    import os
-
-    if "OUT" in os.environ:
-        out = Path(os.environ["OUT"])
+    if "backward" in chosen:
+        bench_backward()
+    if "once" in chosen:  # for a profiler
+        case = lib.BackwardCase(lens=(16384,), select_chunk=512)
+        case.out.normal_()
+        case.lse.fill_(10.0)
+        case.run()
+        DecodeBench(16, 131072, 16, 8).call()()
+        torch.cuda.synchronize()
+    out = Path(os.environ.get("OUT", Path(__file__).resolve().parents[1] / "results"))
     out.mkdir(parents=True, exist_ok=True)
     (out / "cuda_decode_backward.json").write_text(json.dumps(RESULTS, indent=1) + "\n")

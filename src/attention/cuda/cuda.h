@@ -1,5 +1,5 @@
-// The CUDA kernels' interface: plain structs with device pointers. Nothing here allocates or waits for the device; every
-// function queues its kernels on the stream and returns what the launches answered.
+// The CUDA kernels' interface: plain structs with device pointers. Nothing here allocates or waits for the device;
+// every function queues its kernels on the stream and returns what the launches answered.
 #ifndef PHSA_ATTENTION_CUDA_CUDA_H_
 #define PHSA_ATTENTION_CUDA_CUDA_H_
 
@@ -12,18 +12,19 @@ namespace phsa::cuda {
 
 enum class Dtype : int32_t { kF16 = 1, kBf16 = 2 };  // the values of phsa_dtype
 
-// The sequences of a batch. The queries of a sequence are its last q_len positions, packed one sequence after the other.
+// The sequences of a batch. The queries of a sequence are its last q_len positions, packed one sequence after the
+// other.
 struct Batch {
   int32_t num_seqs;
-  int32_t total_q;             // all queries: cu_q[num_seqs]
-  int32_t max_q_len;           // of one sequence
-  int32_t max_kv_len;          // of one sequence
-  const int32_t* cu_q;         // device [num_seqs + 1]: a sequence's first row of q, out, lse and selection
-  const int32_t* kv_lens;      // device [num_seqs]
-  const int64_t* kv_starts;    // device [num_seqs]: first row of k, v and flags; NULL: cu_q (self attention)
-  const int64_t* rep_starts;   // device [num_seqs]: first row of reps
-  int32_t page_size;           // 0: contiguous; else a multiple of 16, and the starts above are not read
-  const int32_t* page_table;   // device [num_seqs][page_table_stride]
+  int32_t total_q;            // all queries: cu_q[num_seqs]
+  int32_t max_q_len;          // of one sequence
+  int32_t max_kv_len;         // of one sequence
+  const int32_t* cu_q;        // device [num_seqs + 1]: a sequence's first row of q, out, lse and selection
+  const int32_t* kv_lens;     // device [num_seqs]
+  const int64_t* kv_starts;   // device [num_seqs]: first row of k, v and flags; NULL: cu_q (self attention)
+  const int64_t* rep_starts;  // device [num_seqs]: first row of reps
+  int32_t page_size;          // 0: contiguous; else a multiple of 16, and the starts above are not read
+  const int32_t* page_table;  // device [num_seqs][page_table_stride]
   int64_t page_table_stride;
 };
 
@@ -39,8 +40,8 @@ struct Shape {
   int32_t head_dim;         // 64 or 128
   int32_t selection_heads;  // num_kv_heads, or num_q_heads where each head chooses for itself
   int32_t init_blocks, local_blocks, top_k;
-  int32_t dense_below;      // positions whose block starts below this read everything and have no list
-  bool group_max;           // the group's score is the largest of its heads' softmax values, not their sum
+  int32_t dense_below;  // positions whose block starts below this read everything and have no list
+  bool group_max;       // the group's score is the largest of its heads' softmax values, not their sum
   float scale;
 };
 
@@ -49,12 +50,12 @@ struct ForwardParams {
   Shape shape;
   Batch batch;
   Rows q, k, v, reps, out;
-  const uint8_t* flags;        // [token] or [page][token]; NULL: no token is punctuation
+  const uint8_t* flags;  // [token] or [page][token]; NULL: no token is punctuation
   int64_t flags_page_stride;
-  const float* lambda;         // device [num_kv_heads]
-  float* lse;                  // [query][q_head], natural logarithm; NULL: not wanted
-  int32_t* selection;          // [query][selection_heads][top_k], ascending, -1 beyond the last
-  float* selection_scores;     // as selection, 0 beyond the last; NULL: not wanted
+  const float* lambda;      // device [num_kv_heads]
+  float* lse;               // [query][q_head], natural logarithm; NULL: not wanted
+  int32_t* selection;       // [query][selection_heads][top_k], ascending, -1 beyond the last
+  float* selection_scores;  // as selection, 0 beyond the last; NULL: not wanted
   void* workspace;
   size_t workspace_size;
 };

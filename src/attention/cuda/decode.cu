@@ -15,23 +15,23 @@
 namespace phsa::cuda {
 namespace {
 
-constexpr int kWarps = 4;          // of Scores and Attend
-constexpr int kScoreTiles = 4;     // of 16 representatives, per warp
+constexpr int kWarps = 4;       // of Scores and Attend
+constexpr int kScoreTiles = 4;  // of 16 representatives, per warp (2 measured 15 % slower at a batch of 16)
 constexpr int kWarpReps = kScoreTiles * 16;
 constexpr int kTopKThreads = 1024;
 constexpr int kMaxTopK = 64;
 constexpr int kMaxGroup = 16;
-constexpr int kMaxSplits = 128;    // of Attend
+constexpr int kMaxSplits = 128;       // of Attend
 constexpr int kCachedScores = 32768;  // candidates whose scores TopK keeps in shared memory (128 KiB)
 constexpr int kDigitBits = 11;
 
 struct Workspace {
-  float* scores;      // [seq][kv_head][group][score_stride], times log2(e)
-  float2* sums;       // [seq][kv_head][group][score_stride / kWarpReps]: maximum and sum of exponentials
-  int32_t* selection; // [seq][kv_head][top_k]
-  float* partial;     // [seq][kv_head][split][group][head_dim]
+  float* scores;         // [seq][kv_head][group][score_stride], times log2(e)
+  float2* sums;          // [seq][kv_head][group][score_stride / kWarpReps]: maximum and sum of exponentials
+  int32_t* selection;    // [seq][kv_head][top_k]
+  float* partial;        // [seq][kv_head][split][group][head_dim]
   float2* partial_sums;  // [seq][kv_head][split][group]
-  int32_t* finished;  // [seq][kv_head]
+  int32_t* finished;     // [seq][kv_head]
   int32_t score_stride;
   int32_t splits;
   int32_t blocks_per_warp;
@@ -75,9 +75,17 @@ size_t Layout(const DecodeParams& p, Workspace* w) {
 
 // Programmatic dependent launch: the next kernel of the three may start while this one runs, and waits for its end
 // before it reads. Worth about a microsecond a launch. Every thread of a waiting kernel waits, so that its end implies
-// the end of the one before.
-__device__ __forceinline__ void LetNextStart() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void WaitForPrevious() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// the end of the one before. GPUs before sm_90 run one after the other.
+__device__ __forceinline__ void LetNextStart() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void WaitForPrevious() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // Which blocks a query reads: init, the chosen ones out of [candidate_begin, candidate_end), local.
 struct Reach {
@@ -168,7 +176,7 @@ __global__ void __launch_bounds__(kWarps * 32) ScoresKernel(const __grid_constan
 
   Queries<T, kDim, kWide> q;
   q.Load(p, seq, kv_head, group, lane);
-  // Two tiles of loads are in flight while one is multiplied.
+  // One tile of loads is in flight while another is multiplied.
   uint4 keys[2][2][kDim / 32];
   auto load = [&](int tile) {
 #pragma unroll
@@ -256,7 +264,7 @@ __device__ int ExclusiveScan(int value, int* warp_totals) {
 // One thread block per sequence and KV head. Group scores are sums of softmax values, so they are not negative and
 // their bits order them: a radix search over the bits finds the K-th best, and only blocks with exactly that score need
 // the tie rule.
-__global__ void __launch_bounds__(kTopKThreads) TopKKernel(const __grid_constant__ DecodeParams p, Workspace w) {
+__global__ void __launch_bounds__(kTopKThreads, 1) TopKKernel(const __grid_constant__ DecodeParams p, Workspace w) {
   constexpr int kBins = 1 << kDigitBits;
   static_assert(kBins == 2 * kTopKThreads);
   extern __shared__ uint32_t cached[];
@@ -307,6 +315,7 @@ __global__ void __launch_bounds__(kTopKThreads) TopKKernel(const __grid_constant
   constexpr int kAtOnce = 4;  // loads in flight per thread
   for (int base = tid; base < count; base += kAtOnce * kTopKThreads) {
     float total[kAtOnce] = {};
+#pragma unroll 4
     for (int h = 0; h < group; ++h) {
       const float* row = scores + static_cast<int64_t>(h) * w.score_stride;
       float x[kAtOnce];
@@ -429,7 +438,8 @@ __global__ void __launch_bounds__(kWarps * 32) AttendKernel(const __grid_constan
   }
   const int group = p.num_q_heads / p.num_kv_heads;
   const int64_t pair = static_cast<int64_t>(seq) * p.num_kv_heads + kv_head;
-  T* const out = static_cast<T*>(p.out) + seq * p.out_token_stride + static_cast<int64_t>(kv_head) * group * p.out_head_stride;
+  T* const out =
+      static_cast<T*>(p.out) + seq * p.out_token_stride + static_cast<int64_t>(kv_head) * group * p.out_head_stride;
 
   const int init = reach.dense ? 0 : reach.candidate_begin;
   const int chosen = reach.dense ? 0 : reach.chosen(p);
@@ -616,13 +626,22 @@ __global__ void __launch_bounds__(kWarps * 32) AttendKernel(const __grid_constan
     }
   }
   __syncthreads();
-  for (int i = tid; i < group * kDim; i += kWarps * 32) {
-    const int row = i / kDim;
-    const float* partial = w.partial + pair * w.splits * group * kDim + i;
-    float value = 0;
-#pragma unroll 8
-    for (int n = 0; n < splits; ++n) value = fmaf(weights[n][row], __ldcg(partial + n * group * kDim), value);
-    out[row * p.out_head_stride + i % kDim] = FromFloat<T>(value);
+  // Four elements a thread and all splits' loads in flight: this is the end of a chain of latencies.
+  const float4* partial = reinterpret_cast<const float4*>(w.partial + pair * w.splits * group * kDim);
+  for (int i = tid; i < group * kDim / 4; i += kWarps * 32) {
+    const int row = i / (kDim / 4);
+    float4 value = make_float4(0, 0, 0, 0);
+#pragma unroll 16
+    for (int n = 0; n < splits; ++n) {
+      const float4 x = __ldcg(partial + n * (group * kDim / 4) + i);
+      const float weight = weights[n][row];
+      value.x = fmaf(weight, x.x, value.x);
+      value.y = fmaf(weight, x.y, value.y);
+      value.z = fmaf(weight, x.z, value.z);
+      value.w = fmaf(weight, x.w, value.w);
+    }
+    *reinterpret_cast<uint2*>(out + row * p.out_head_stride + i % (kDim / 4) * 4) =
+        make_uint2(Pack<T>(value.x, value.y), Pack<T>(value.z, value.w));
   }
 }
 
@@ -642,9 +661,16 @@ cudaError_t Launch(void (*kernel)(Args...), dim3 grid, int threads, size_t share
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
+bool CanOverlap() {
+  int device = 0, major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+}
+
 template <typename T, int kDim, bool kWide>
 cudaError_t Run(const DecodeParams& p, const Workspace& w, cudaStream_t stream) {
   const auto heads = static_cast<unsigned>(p.num_kv_heads), seqs = static_cast<unsigned>(p.num_seqs);
+  const bool can_overlap = CanOverlap();
   cudaError_t status;
   if (Chooses(p)) {
     const unsigned parts = static_cast<unsigned>(w.score_stride / kWarpReps + kWarps - 1) / kWarps;
@@ -654,7 +680,7 @@ cudaError_t Run(const DecodeParams& p, const Workspace& w, cudaStream_t stream) 
     status = cudaFuncSetAttribute(TopKKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   static_cast<int>(kCachedScores * sizeof(uint32_t)));
     if (status != cudaSuccess) return status;
-    status = Launch(TopKKernel, dim3(heads, seqs), kTopKThreads, shared, true, stream, p, w);
+    status = Launch(TopKKernel, dim3(heads, seqs), kTopKThreads, shared, can_overlap, stream, p, w);
   } else {
     status = cudaMemsetAsync(w.finished, 0, static_cast<size_t>(p.num_seqs) * p.num_kv_heads * sizeof(int32_t), stream);
     if (status == cudaSuccess && p.method.top_k > 0) {
@@ -663,7 +689,7 @@ cudaError_t Run(const DecodeParams& p, const Workspace& w, cudaStream_t stream) 
     }
   }
   if (status != cudaSuccess) return status;
-  const bool overlap = Chooses(p) || p.method.top_k > 0;
+  const bool overlap = can_overlap && (Chooses(p) || p.method.top_k > 0);
   return Launch(AttendKernel<T, kDim, kWide>, dim3(static_cast<unsigned>(w.splits) + 1, heads, seqs), kWarps * 32, 0,
                 overlap, stream, p, w);
 }

@@ -31,29 +31,29 @@ struct DecodeParams {
   int32_t num_kv_heads;
   int32_t head_dim;  // 64 or 128
   int32_t max_kv_len;
-  int32_t group_reduce;        // PHSA_GROUP_SUM or PHSA_GROUP_MAX
-  const int32_t* kv_lens;      // [num_seqs], the new token included; 0: no sequence, its output is zero
-  float lambda;                // of the representative that the new token completes
-  const float* head_lambda;    // [num_kv_heads] or null
-  const void* q;               // [seq][q_head][head_dim]
+  int32_t group_reduce;      // PHSA_GROUP_SUM or PHSA_GROUP_MAX
+  const int32_t* kv_lens;    // [num_seqs], the new token included; 0: no sequence, its output is zero
+  float lambda;              // of the representative that the new token completes
+  const float* head_lambda;  // [num_kv_heads] or null
+  const void* q;             // [seq][q_head][head_dim]
   int64_t q_token_stride, q_head_stride;
-  const void* k;               // [token][kv_head][head_dim], or [page][token][kv_head][head_dim]
+  const void* k;  // [token][kv_head][head_dim], or [page][token][kv_head][head_dim]
   int64_t k_token_stride, k_head_stride, k_page_stride;
   const void* v;
   int64_t v_token_stride, v_head_stride, v_page_stride;
-  const uint8_t* flags;        // [token] or [page][token]; null: none is punctuation
+  const uint8_t* flags;  // [token] or [page][token]; null: none is punctuation
   int64_t flags_page_stride;
-  void* reps;                  // [row][kv_head][head_dim] or [page][row][kv_head][head_dim]; null only where nothing is chosen
+  void* reps;  // [row][kv_head][head_dim] or [page][row][kv_head][head_dim]; null only where nothing is chosen
   int64_t rep_row_stride, rep_head_stride, rep_page_stride;
-  int32_t page_size;           // a multiple of 16; 0: contiguous
-  const int32_t* page_table;   // [seq][page_table_stride]
+  int32_t page_size;          // a multiple of 16; 0: contiguous
+  const int32_t* page_table;  // [seq][page_table_stride]
   int64_t page_table_stride;
-  const int64_t* kv_starts;    // [seq], contiguous layout: first row of k, v and flags
-  const int64_t* rep_starts;   // [seq], contiguous layout: first row of reps
-  void* out;                   // [seq][q_head][head_dim]
+  const int64_t* kv_starts;   // [seq], contiguous layout: first row of k, v and flags
+  const int64_t* rep_starts;  // [seq], contiguous layout: first row of reps
+  void* out;                  // [seq][q_head][head_dim]
   int64_t out_token_stride, out_head_stride;
-  float* lse;                  // [seq][q_head] or null
-  int32_t* selection;          // [seq][kv_head][top_k] or null: then it stays in the workspace
+  float* lse;          // [seq][q_head] or null
+  int32_t* selection;  // [seq][kv_head][top_k] or null: then it stays in the workspace
   void* workspace;
   size_t workspace_size;
 };
@@ -77,14 +77,14 @@ struct BackwardParams {
   const int32_t* cu_seqlens;  // [num_seqs + 1], device memory
   const void* q;              // [token][q_head][head_dim]
   int64_t q_token_stride, q_head_stride;
-  const void* k;              // [token][kv_head][head_dim]
+  const void* k;  // [token][kv_head][head_dim]
   int64_t k_token_stride, k_head_stride;
   const void* v;
   int64_t v_token_stride, v_head_stride;
   const void* out;
   int64_t out_token_stride, out_head_stride;
-  const float* lse;           // [token][q_head], natural logarithm
-  const int32_t* selection;   // [token][kv_head][top_k], ascending, -1 beyond the last; null where top_k is 0
+  const float* lse;          // [token][q_head], natural logarithm
+  const int32_t* selection;  // [token][kv_head][top_k], ascending, -1 beyond the last; null where top_k is 0
   const void* d_out;
   int64_t d_out_token_stride, d_out_head_stride;
   void* d_q;
@@ -98,7 +98,10 @@ struct BackwardParams {
 };
 
 size_t BackwardWorkspaceSize(const BackwardParams& params);
+// cudaErrorInvalidValue for shapes it does not support, else what the launches returned.
 cudaError_t Backward(const BackwardParams& params, cudaStream_t stream);
+// Takes the plain kernels (sm_80 and later) on a Hopper GPU too. For tests.
+void SetPlainBackward(bool plain);
 
 }  // namespace phsa::cuda
 #endif  // PHSA_ATTENTION_CUDA_DECODE_BACKWARD_H_

@@ -40,9 +40,10 @@ struct Convert<half> {
 template <typename T>
 __device__ __forceinline__ void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (sizeof(T) == 2 && __is_same(T, bf16)) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   } else {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -101,9 +102,23 @@ __device__ __forceinline__ bool BarrierTest(uint32_t barrier, uint32_t parity) {
       : "memory");
   return done != 0;
 }
+// All lanes of the warp together: lanes may leave the loop apart, and what follows may want them converged.
 __device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
   while (!BarrierTest(barrier, parity)) {
   }
+  __syncwarp();
+}
+
+// Named barriers of a part of the CTA, whole warps; 0 is __syncthreads'. The forms that do not ask for converged warps:
+// the compiler may copy inline assembly into the branches before it.
+__device__ __forceinline__ void SyncNamed(int id, int threads) {
+  __syncwarp();
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  __syncwarp();
+}
+__device__ __forceinline__ void ArriveNamed(int id, int threads) {
+  __syncwarp();
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ float Exp2(float x) {

@@ -10,8 +10,8 @@ constexpr int kThreads = 256;
 // At head_dim 64 a quarter-warp does. Heads are the fastest index, so that a CTA reads whole token rows.
 template <typename T, int kHeadDim>
 __global__ __launch_bounds__(kThreads) void RepresentKernel(const __grid_constant__ ForwardParams p, bool all_blocks) {
-  constexpr int kLanes = kHeadDim / 8;      // lanes that hold one row
-  constexpr int kRows = 32 / kLanes;        // rows a warp reads at once
+  constexpr int kLanes = kHeadDim / 8;  // lanes that hold one row
+  constexpr int kRows = 32 / kLanes;    // rows a warp reads at once
   const int seq = blockIdx.y;
   const int lane = threadIdx.x % 32;
   const int kv_heads = p.shape.num_kv_heads;

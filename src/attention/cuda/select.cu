@@ -4,12 +4,12 @@
 //  1. Statistics: all scores by tensor cores; keeps per row (query and head) the log-sum-exp and, per set of 16
 //     representatives, the largest score of a candidate (1/16 of the scores, as fp16 rounded up).
 //  2. Choose: from those maxima, per query, a lower bound of the K-th best group score: the group's score at a set's
-//     best block is at least one head's share of it, so the K-th largest of max_h p_h over the sets is such a bound. Only
-//     sets whose upper bound Σ_h p_h reaches it are scored again, by the warp that owns their 16 rows.
+//     best block is at least one head's share of it, so the K-th largest of max_h p_h over the sets is such a bound.
+//     Only sets whose upper bound Σ_h p_h reaches it are scored again, by the warp that owns their 16 rows.
 //
 // A unit is 16 rows, the M of one tensor-core product: kPadded heads (the group rounded up to a power of two) × 16 /
-// kPadded queries, row = head · queries + query. A set is the 16 representatives whose scores one lane of the product
-// holds, of a window of 64: {8j + 2c, 8j + 2c + 1}, so that its maximum costs no shuffle.
+// kPadded queries, row = head · queries + query. A set is 16 neighbouring representatives; the windows of 64 lie in
+// shared memory in such an order that one lane of the product holds a set's scores: its maximum costs no shuffle.
 #include <algorithm>
 
 #include "device.cuh"
@@ -18,12 +18,12 @@
 namespace phsa::cuda {
 namespace {
 
-constexpr int kWindow = 64;          // representatives per window
-constexpr int kUnits = 16;           // units per tile
+constexpr int kWindow = 64;  // representatives per window
+constexpr int kUnits = 12;   // units per tile: three warpgroups
 constexpr int kChooseWarps = 4;
-constexpr int kBins = 256;           // of the histogram of lower bounds: quarters of a power of two, down to 2^-64
-constexpr int kCandidates = 128;     // per query, before the best K are kept; at least 64 + 16
-constexpr float kSlack = 1e-3f;      // log2 units: the two kernels round their products differently
+constexpr int kBins = 256;        // of the histogram of lower bounds: quarters of a power of two, down to 2^-64
+constexpr int kCandidates = 128;  // per query, before the best K are kept; at least 64 + 16
+constexpr float kSlack = 1e-3f;   // log2 units: the two kernels round their products differently
 
 struct Group {
   int32_t size;     // heads that choose together
@@ -36,10 +36,10 @@ struct SelectArgs {
   ForwardParams p;
   Group group;
   int32_t tile_begin, tile_end;
-  int32_t windows;     // per unit in `maxima`
-  uint32_t* maxima;    // [unit][windows][32 lanes]: two fp16, rows r and r + 8
-  float* lse2;         // [unit][16], log2 units; +inf in rows of no head
-  bool all;            // score even where the candidates all fit, because the scores are wanted
+  int32_t windows;   // per unit in `maxima`
+  uint32_t* maxima;  // [unit][windows][32 lanes]: two fp16, rows r and r + 8
+  float* lse2;       // [unit][16], log2 units; +inf in rows of no head
+  bool all;          // score even where the candidates all fit, because the scores are wanted
 };
 
 __device__ __forceinline__ bool NeedsScores(const SelectArgs& args, int32_t b) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ uint32_t TakeWindow(float (&acc)[8][4], RowPair& rows
       for (int j = 0; j < 8; ++j) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int32_t t = first + 8 * j + 2 * c + i;
+          const int32_t t = first + 16 * c + 2 * j + i;
           float& s = acc[j][2 * e + i];
           if (t >= rows.b[e]) s = -INFINITY;
           max_all = fmaxf(max_all, s);
@@ -112,22 +112,28 @@ __device__ __forceinline__ uint32_t TakeWindow(float (&acc)[8][4], RowPair& rows
         }
       }
     } else {
+      float pair[8];
 #pragma unroll
-      for (int j = 0; j < 8; ++j) set_max = fmaxf(set_max, fmaxf(acc[j][2 * e], acc[j][2 * e + 1]));
-      max_all = set_max;
+      for (int j = 0; j < 8; ++j) pair[j] = fmaxf(acc[j][2 * e], acc[j][2 * e + 1]);
+#pragma unroll
+      for (int step = 4; step > 0; step /= 2) {
+#pragma unroll
+        for (int j = 0; j < step; ++j) pair[j] = fmaxf(pair[j], pair[j + step]);
+      }
+      set_max = max_all = pair[0];
     }
     bound[e] = __float2half_ru(set_max * scale2);
     const float old = rows.max[e];
     const float now = fmaxf(old, max_all * scale2);
     rows.max[e] = now;
     const float base = kMasked && now == -INFINITY ? 0.0f : now;
-    float sum0 = rows.sum[e] * Exp2(old - base), sum1 = 0.0f;
+    float sum[4] = {rows.sum[e] * Exp2(old - base), 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      sum0 += Exp2(fmaf(acc[j][2 * e], scale2, -base));
-      sum1 += Exp2(fmaf(acc[j][2 * e + 1], scale2, -base));
+      sum[j % 2] += Exp2(fmaf(acc[j][2 * e], scale2, -base));
+      sum[2 + j % 2] += Exp2(fmaf(acc[j][2 * e + 1], scale2, -base));
     }
-    rows.sum[e] = sum0 + sum1;
+    rows.sum[e] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
   }
   const half2 both = __halves2half2(bound[0], bound[1]);
   return reinterpret_cast<const uint32_t&>(both);
@@ -152,9 +158,9 @@ __device__ __forceinline__ void FinishRows(const SelectArgs& args, const RowPair
 // A tile as both Statistics kernels see it.
 struct StatisticsTile {
   SequenceView view;
-  int32_t q0;        // first query, inside the sequence
-  int32_t windows;   // that hold a block before the last query's own
-  int64_t unit;      // first unit, in the buffers of this chunk
+  int32_t q0;       // first query, inside the sequence
+  int32_t windows;  // that hold a block before the last query's own
+  int64_t unit;     // first unit, in the buffers of this chunk
   bool work;
 };
 
@@ -174,26 +180,32 @@ __device__ __forceinline__ StatisticsTile FindStatisticsTile(const SelectArgs& a
   return tile;
 }
 
+// Column of a window at which representative i of the window lies: lane c of a product holds columns 8j + 2c + {0, 1}.
+__device__ __forceinline__ int WindowColumn(int i) { return (i % 16 / 2) * 8 + i / 16 * 2 + i % 2; }
+
 // Copies `kRows` representatives from `first` on into a swizzled tile; rows from `end` on become zero.
 template <typename T, int kHeadDim, int kRows, int kThreads>
-__device__ __forceinline__ void CopyReps(const SelectArgs& args, const SequenceView& view, int32_t kv_head, int32_t first,
-                                         int32_t end, uint32_t shared) {
+__device__ __forceinline__ void CopyReps(const SelectArgs& args, const SequenceView& view, int32_t kv_head,
+                                         int32_t first, int32_t end, uint32_t shared) {
   constexpr int kPieces = kHeadDim / 8;
   const T* reps = static_cast<const T*>(args.p.reps.data) + kv_head * args.p.reps.head_stride;
 #pragma unroll
-  for (int i = 0; i < kRows * kPieces / kThreads; ++i) {
+  for (int i = 0; i < (kRows * kPieces + kThreads - 1) / kThreads; ++i) {
     const int at = threadIdx.x + i * kThreads;
+    if (at >= kRows * kPieces) break;
     const int row = at / kPieces;
     const int piece = at % kPieces;
     const int32_t t = min(first + row, end - 1);
-    CopyAsync16(shared + TileOffset(row, piece, kRows * 128),
+    CopyAsync16(shared + TileOffset(row / kWindow * kWindow + WindowColumn(row % kWindow), piece, kRows * 128),
                 reps + RepOffset(args.p.batch, args.p.reps, view.seq, t) + piece * 8, first + row < end);
   }
 }
 
-// The plain path: 8 warps of 32 rows each, mma.sync.
+// The plain path: 6 warps of 32 rows each, mma.sync.
+constexpr int kPlainThreads = kUnits / 2 * 32;
+
 template <typename T, int kHeadDim>
-__global__ __launch_bounds__(256, 1) void StatisticsKernel(const __grid_constant__ SelectArgs args) {
+__global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __grid_constant__ SelectArgs args) {
   constexpr int kStages = 3;
   constexpr uint32_t kStageBytes = kWindow * kHeadDim * 2;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -210,7 +222,8 @@ __global__ __launch_bounds__(256, 1) void StatisticsKernel(const __grid_constant
 
   for (int s = 0; s < kStages - 1; ++s) {
     if (s < tile.windows) {
-      CopyReps<T, kHeadDim, kWindow, 256>(args, tile.view, kv_head, s * kWindow, reps_end, base + s * kStageBytes);
+      CopyReps<T, kHeadDim, kWindow, kPlainThreads>(args, tile.view, kv_head, s * kWindow, reps_end,
+                                                    base + s * kStageBytes);
     }
     CommitCopies();
   }
@@ -234,8 +247,8 @@ __global__ __launch_bounds__(256, 1) void StatisticsKernel(const __grid_constant
     __syncthreads();
     const int next = w + kStages - 1;
     if (next < tile.windows) {
-      CopyReps<T, kHeadDim, kWindow, 256>(args, tile.view, kv_head, next * kWindow, reps_end,
-                                          base + next % kStages * kStageBytes);
+      CopyReps<T, kHeadDim, kWindow, kPlainThreads>(args, tile.view, kv_head, next * kWindow, reps_end,
+                                                    base + next % kStages * kStageBytes);
     }
     CommitCopies();
 
@@ -268,11 +281,52 @@ __global__ __launch_bounds__(256, 1) void StatisticsKernel(const __grid_constant
   for (int m = 0; m < 2; ++m) FinishRows(args, rows[m], tile.unit + 2 * warp + m, r, c);
 }
 
-// Hopper: 4 warpgroups of 64 rows each, wgmma. While the tensor cores work for one warpgroup, the others' scores go
-// through the softmax: exponentials (16 a clock) and products (16 scores a clock at head_dim 128) take the same time.
-constexpr int kWgThreads = 512;
+// Hopper: three warpgroups of 64 rows each consume, wgmma; a fourth copies. Exponentials (16 a clock) and products (16
+// scores a clock at head_dim 128) take the same time, so the consumers take turns at the tensor cores: while one has
+// them, the others' scores go through the softmax. The copies have their own warps: the fence before a product compiles
+// to a memory barrier, which seems to wait for its thread's copies under way.
+constexpr int kWgConsumers = 384;
+constexpr int kWgThreads = kWgConsumers + 128;
 constexpr int kWgStageWindows = 2;
-constexpr int kWgStages = 3;
+constexpr int kWgStages = 4;
+[[maybe_unused]] constexpr int kTurnBarrier = 1;  // and the next two: one for each consumer
+
+// Copies stages of representatives, in the order of WindowColumn.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void ProduceReps(const SelectArgs& args, const SequenceView& view, int32_t kv_head,
+                                            int stages, uint32_t ring, uint32_t full, uint32_t empty) {
+  constexpr int kRows = kWindow * kWgStageWindows;
+  constexpr int kPieces = kHeadDim / 8;
+  constexpr int kAtOnce = 128 / kPieces;  // rows: 8 or 16
+  const int thread = threadIdx.x - kWgConsumers;
+  const int row0 = thread / kPieces, piece = thread % kPieces;
+  const int32_t end = view.kv_len / kBlock;
+  const bool paged = args.p.batch.page_size != 0;
+  const int64_t stride = args.p.reps.token_stride;
+  const T* reps = static_cast<const T*>(args.p.reps.data) + kv_head * args.p.reps.head_stride + piece * 8;
+  const T* from = reps + (paged ? 0 : (args.p.batch.rep_starts[view.seq] + row0) * stride);
+  // Row i · kAtOnce + row0 lies at column WindowColumn(row0) + a constant whose bits below 8 are others than row0's.
+  const int column = row0 / 2 * 8 + row0 % 2;
+  const uint32_t base = ring + (piece >> 3) * (kRows * 128) + column * 128;
+  const uint32_t swizzle = ((piece & 7) ^ (row0 % 2)) << 4;
+  for (int s = 0; s < stages; ++s) {
+    const uint32_t to = base + s % kWgStages * (kRows * kHeadDim * 2);
+    BarrierWait(empty + s % kWgStages * 8, (s / kWgStages + 1) & 1);
+#pragma unroll
+    for (int i = 0; i < kRows / kAtOnce; ++i) {
+      const int first = i * kAtOnce;
+      const uint32_t at = to + (first / kWindow * kWindow + first % 16 / 2 * 8 + first % kWindow / 16 * 2) * 128 +
+                          (swizzle ^ ((first % kWindow / 16 * 2) << 4));
+      const int32_t t = s * kRows + first + row0;
+      const bool there = t < end;
+      const T* row = there ? from : reps;
+      if (paged && there) row = reps + RepOffset(args.p.batch, args.p.reps, view.seq, t);
+      CopyAsync16(at, row, there);
+      from += kAtOnce * stride;
+    }
+    BarrierArriveAfterCopies(full + s % kWgStages * 8);
+  }
+}
 
 template <typename T, int kHeadDim>
 __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __grid_constant__ SelectArgs args) {
@@ -280,25 +334,30 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
   constexpr int kRows = kWindow * kWgStageWindows;
   constexpr uint32_t kStageBytes = kRows * kHeadDim * 2;
   extern __shared__ __align__(1024) uint8_t shared[];
+  __shared__ uint64_t barriers[2 * kWgStages];
   const StatisticsTile tile = FindStatisticsTile(args);
   if (!tile.work) return;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int r = lane / 4, c = lane % 4;
   const int32_t head = blockIdx.y;
   const int32_t kv_head = head / args.group.kv_div;
-  const int32_t reps_end = tile.view.kv_len / kBlock;
   const uint32_t base = SharedAddress(shared);
-  const float scale2 = args.p.shape.scale * kLog2e;
-  const int32_t init = args.p.shape.init_blocks;
+  const uint32_t full = SharedAddress(barriers), empty = full + kWgStages * 8;
   const int stages = (tile.windows + kWgStageWindows - 1) / kWgStageWindows;
-
-  for (int s = 0; s < kWgStages - 1; ++s) {
-    if (s < stages) {
-      CopyReps<T, kHeadDim, kRows, kWgThreads>(args, tile.view, kv_head, s * kRows, reps_end, base + s * kStageBytes);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kWgStages; ++i) {
+      BarrierInit(full + i * 8, 128);
+      BarrierInit(empty + i * 8, kWgConsumers / 32);
     }
-    CommitCopies();
+  }
+  __syncthreads();
+  if (threadIdx.x >= kWgConsumers) {
+    ProduceReps<T, kHeadDim>(args, tile.view, kv_head, stages, base, full, empty);
+    return;
   }
 
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warpgroup = warp / 4;
+  const int r = lane / 4, c = lane % 4;
+  const float scale2 = args.p.shape.scale * kLog2e;
+  const int32_t init = args.p.shape.init_blocks;
   uint32_t a[kHeadDim / 16][4];
   RowPair rows;
   const int32_t q0 = tile.q0 + warp * args.group.queries;
@@ -307,29 +366,33 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
   const int32_t fast_end = __reduce_min_sync(~0u, min(rows.end[0], rows.end[1]));
   uint32_t* maxima = args.maxima + (tile.unit + warp) * args.windows * 32 + lane;
 
+  // The first turn is the first warpgroup's.
+  const int own_turn = kTurnBarrier + warpgroup, next_turn = kTurnBarrier + (warpgroup + 1) % 3;
+  if (warpgroup == 2) ArriveNamed(next_turn, 256);
   for (int s = 0; s < stages; ++s) {
-    WaitCopies<kWgStages - 2>();
+    BarrierWait(full + s % kWgStages * 8, (s / kWgStages) & 1);
     FenceAsyncProxy();
-    __syncthreads();
-    const int next = s + kWgStages - 1;
-    if (next < stages) {
-      CopyReps<T, kHeadDim, kRows, kWgThreads>(args, tile.view, kv_head, next * kRows, reps_end,
-                                               base + next % kWgStages * kStageBytes);
-    }
-    CommitCopies();
-    const uint32_t stage = base + s % kWgStages * kStageBytes;
-#pragma unroll 1
+    // The shuffle tells the compiler that the warp agrees on it: descriptors then live in uniform registers.
+    const uint64_t stage = Descriptor(__shfl_sync(~0u, base + s % kWgStages * kStageBytes, 0), 16, 1024);
+#pragma unroll
     for (int i = 0; i < kWgStageWindows; ++i) {
       float acc[8][4];
+      SyncNamed(own_turn, 256);
       WgmmaFence();
 #pragma unroll
       for (int k = 0; k < kHeadDim / 16; ++k) {
-        const uint32_t at = stage + i * (kWindow * 128) + (k / 4) * (kRows * 128) + (k % 4) * 32;
-        Wgmma<T, false>(acc, a[k], Descriptor(at, 16, 1024), k > 0);
+        const uint32_t at = i * (kWindow * 128) + (k / 4) * (kRows * 128) + (k % 4) * 32;
+        Wgmma<T, false>(acc, a[k], DescriptorPlus(stage, at), k > 0);
+        if (k + 3 == kHeadDim / 16) WgmmaCommit();
       }
       WgmmaCommit();
+      // The next one comes while the last two products are under way, not before: products of two warpgroups at a time
+      // would end together. The last turn of all is taken up by nobody.
+      WgmmaWait<1>();
+      if (warpgroup < 2 || s + 1 < stages || i + 1 < kWgStageWindows) ArriveNamed(next_turn, 256);
       WgmmaWait<0>();
       Pin(acc);
+      if (i + 1 == kWgStageWindows && lane == 0) BarrierArrive(empty + s % kWgStages * 8);
       const int32_t first = (s * kWgStageWindows + i) * kWindow;
       const bool fast = first >= init && first + kWindow <= fast_end;
       *maxima = fast ? TakeWindow<false>(acc, rows, scale2, first, init, c)
@@ -338,6 +401,8 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
     }
   }
   FinishRows(args, rows, tile.unit + warp, r, c);
+#else
+  __trap();  // compiled for another target: a wrong result must not look like one
 #endif
 }
 
@@ -363,7 +428,14 @@ __device__ inline void KeepBest(uint64_t* candidates, int count, int keep, int l
   }
   const int per = (count + 31) / 32;
   if (per <= 1) {
+#pragma unroll 4
     for (int i = 0; i < count; ++i) rank[0] += candidates[i] > key[0];
+  } else if (per <= 2) {
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+      rank[0] += candidates[i] > key[0];
+      rank[1] += candidates[i] > key[1];
+    }
   } else {
     for (int i = 0; i < count; ++i) {
       const uint64_t other = candidates[i];
@@ -379,6 +451,46 @@ __device__ inline void KeepBest(uint64_t* candidates, int count, int keep, int l
     if (rank[j] < keep) candidates[rank[j]] = key[j];
   }
   __syncwarp();
+}
+
+// One warp drops candidates that at least `keep` others beat; `count` becomes how many are left, `keep` or little more.
+// Returns a threshold that whatever belongs to the best `keep` reaches.
+__device__ inline float Prune(uint64_t* candidates, int& count, int keep, int lane) {
+  constexpr int kPer = kCandidates / 32;
+  uint64_t key[kPer];
+  uint32_t bits[kPer];
+#pragma unroll
+  for (int j = 0; j < kPer; ++j) {
+    key[j] = j * 32 + lane < count ? candidates[j * 32 + lane] : 0;
+    bits[j] = static_cast<uint32_t>(key[j] >> 32);
+  }
+  // The largest multiple of 2^15 (as an integer: 1/256 of a power of two) that `keep` scores reach.
+  uint32_t threshold = 0;
+#pragma unroll
+  for (int bit = 30; bit >= 15; --bit) {
+    const uint32_t tried = threshold | 1u << bit;
+    int reach = 0;
+#pragma unroll
+    for (int j = 0; j < kPer; ++j) reach += __popc(__ballot_sync(~0u, bits[j] >= tried));
+    if (reach >= keep) threshold = tried;
+  }
+  __syncwarp();
+  int kept = 0;
+#pragma unroll
+  for (int j = 0; j < kPer; ++j) {
+    const bool stays = key[j] != 0 && bits[j] >= threshold;
+    const uint32_t lanes = __ballot_sync(~0u, stays);
+    if (stays) candidates[kept + __popc(lanes & ((1u << lane) - 1u))] = key[j];
+    kept += __popc(lanes);
+  }
+  __syncwarp();
+  if (kept > kCandidates - 16) {  // near-ties: the exact order decides
+    KeepBest(candidates, kept, keep, lane);
+    kept = keep;
+    threshold = static_cast<uint32_t>(candidates[keep - 1] >> 32);
+  }
+  count = kept;
+  return __uint_as_float(threshold);
 }
 
 template <int kPadded>
@@ -398,7 +510,7 @@ __device__ __forceinline__ float GroupSum(float x) {
 
 // One warp a unit. A lane (r, c) follows the query of its row r; with groups of one, that of row r + 8 as well.
 template <typename T, int kHeadDim, int kPadded>
-__global__ __launch_bounds__(kChooseWarps * 32) void ChooseKernel(const __grid_constant__ SelectArgs args) {
+__global__ __launch_bounds__(kChooseWarps * 32, 5) void ChooseKernel(const __grid_constant__ SelectArgs args) {
   constexpr int kQueries = 16 / kPadded;
   constexpr int kFollowed = kPadded == 1 ? 2 : 1;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -521,13 +633,21 @@ __global__ __launch_bounds__(kChooseWarps * 32) void ChooseKernel(const __grid_c
   }
   const float scale2 = shape.scale * kLog2e;
   const T* reps = static_cast<const T*>(args.p.reps.data) + head / args.group.kv_div * args.p.reps.head_stride + c * 8;
+  const bool paged = args.p.batch.page_size != 0;
+  if (!paged) reps += args.p.batch.rep_starts[view.seq] * args.p.reps.token_stride;
 
-  // Pass 2: score the sets that may hold one of a query's best K.
+    // Pass 2: score the sets that may hold one of a query's best K. Idle queries have a threshold that nothing reaches.
+#pragma unroll
+  for (int f = 0; f < kFollowed; ++f) {
+    if (!active[f]) threshold[f] = INFINITY;
+  }
+  const int room = min(kCandidates - 16, max(2 * top_k, 32));
   constexpr int kBatch = 8;
   for (int w0 = w_begin; w0 < w_end; w0 += kBatch) {
     uint32_t packed[kBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) packed[i] = w0 + i < w_end ? maxima[static_cast<int64_t>(w0 + i) * 32] : 0xFC00FC00u;
+    for (int i = 0; i < kBatch; ++i)
+      packed[i] = w0 + i < w_end ? maxima[static_cast<int64_t>(w0 + i) * 32] : 0xFC00FC00u;
     uint32_t sets = 0;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -535,11 +655,11 @@ __global__ __launch_bounds__(kChooseWarps * 32) void ChooseKernel(const __grid_c
       const float p0 = Exp2(most.x + kSlack - lse0), p1 = Exp2(most.y + kSlack - lse1);
       bool reaches;
       if constexpr (kPadded == 1) {
-        reaches = (active[0] && p0 > 0.0f && p0 >= threshold[0]) || (active[1] && p1 > 0.0f && p1 >= threshold[kFollowed - 1]);
+        reaches = p0 >= threshold[0] || p1 >= threshold[kFollowed - 1];
       } else {
         const float both = shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1);
         // The sum of bounds may round below the bound of the sum.
-        reaches = active[0] && most.x > -INFINITY && both * (1.0f + 0x1p-20f) >= threshold[0];
+        reaches = both * (1.0f + 0x1p-20f) >= threshold[0];
       }
       uint32_t lanes = __ballot_sync(~0u, reaches);
       lanes |= lanes >> 16;
@@ -550,16 +670,17 @@ __global__ __launch_bounds__(kChooseWarps * 32) void ChooseKernel(const __grid_c
     while (sets != 0) {
       const int bit = __ffs(static_cast<int>(sets)) - 1;
       sets &= sets - 1;
-      const int32_t first = (w0 + bit / 4) * kWindow + 2 * (bit % 4);
+      const int32_t first = (w0 + bit / 4) * kWindow + 16 * (bit % 4);
       uint4 b[2][kLoads];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int32_t t = min(first + 8 * (i * 4 + r / 2) + r % 2, end_all - 1);
-        const T* rep = reps + RepOffset(args.p.batch, args.p.reps, view.seq, t);
+        const int32_t t = min(first + 8 * i + r, end_all - 1);
+        const T* rep =
+            reps + (paged ? RepOffset(args.p.batch, args.p.reps, view.seq, t) : t * args.p.reps.token_stride);
 #pragma unroll
         for (int k = 0; k < kLoads; ++k) b[i][k] = *reinterpret_cast<const uint4*>(rep + k * 32);
       }
-      float acc[2][4] = {};
+      float acc[2][4] = {}, more[2][4] = {};  // two sums each: half the latency
 #pragma unroll
       for (int k = 0; k < kLoads; ++k) {
         const uint32_t even[4] = {a0[k].x, a1[k].x, a0[k].y, a1[k].y};
@@ -567,43 +688,48 @@ __global__ __launch_bounds__(kChooseWarps * 32) void ChooseKernel(const __grid_c
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           Mma<T>(acc[i], even, b[i][k].x, b[i][k].y);
-          Mma<T>(acc[i], odd, b[i][k].z, b[i][k].w);
+          Mma<T>(more[i], odd, b[i][k].z, b[i][k].w);
         }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        acc[0][i] += more[0][i];
+        acc[1][i] += more[1][i];
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const int32_t t = first + 8 * (i * 4 + c) + j;
           const float p0 = Exp2(fmaf(acc[i][j], scale2, -lse0)), p1 = Exp2(fmaf(acc[i][2 + j], scale2, -lse1));
-          const auto append = [&](int query, float score, int f, bool owner) {
-            if (owner && active[f] && t >= init && t < end[f] && score >= threshold[f]) {
+          const auto append = [&](int query, float score, int f) {
+            const int32_t t = first + 8 * i + 2 * c + j;
+            if (score >= threshold[f] && t >= init && t < end[f]) {
               const int at = atomicAdd(&counts[query], 1);
               candidates[query * kCandidates + at] = CandidateKey(score, t);
             }
           };
           if constexpr (kPadded == 1) {
-            append(r, p0, 0, true);
-            append(r + 8, p1, kFollowed - 1, true);
+            append(r, p0, 0);
+            append(r + 8, p1, kFollowed - 1);
           } else {
             const float score = shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1);
-            append(r % kQueries, score, 0, r < kQueries);
+            if (r < kQueries) append(r, score, 0);
           }
         }
       }
       __syncwarp();
       // A set adds at most 16 candidates to a query: make room where the next one might not fit.
-      uint32_t full = __ballot_sync(~0u, lane < kQueries && counts[lane % kQueries] > kCandidates - 16);
+      uint32_t full = __ballot_sync(~0u, lane < kQueries && counts[lane % kQueries] > room);
       while (full != 0) {
         const int q = __ffs(static_cast<int>(full)) - 1;
         full &= full - 1;
-        KeepBest(candidates + q * kCandidates, counts[q], top_k, lane);
-        const float worst = KeyScore(candidates[q * kCandidates + top_k - 1]);
+        int kept = counts[q];
+        const float worst = Prune(candidates + q * kCandidates, kept, top_k, lane);
 #pragma unroll
         for (int f = 0; f < kFollowed; ++f) {
-          if ((r + 8 * f) % kQueries == q) threshold[f] = worst;
+          if ((r + 8 * f) % kQueries == q && active[f]) threshold[f] = fmaxf(threshold[f], worst);
         }
-        if (lane == 0) counts[q] = top_k;
+        if (lane == 0) counts[q] = kept;
         __syncwarp();
       }
     }
@@ -662,8 +788,8 @@ cudaError_t LaunchChoose(const SelectArgs& args, cudaStream_t stream) {
   constexpr int kQueries = 16 / kPadded;
   constexpr int kShared = kChooseWarps * kQueries * (kCandidates * 8 + 4);
   if (kShared > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(ChooseKernel<T, kHeadDim, kPadded>,
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    const cudaError_t error =
+        cudaFuncSetAttribute(ChooseKernel<T, kHeadDim, kPadded>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (error != cudaSuccess) return error;
   }
   const dim3 grid((args.tile_end - args.tile_begin) * (kUnits / kChooseWarps), args.p.shape.selection_heads);
@@ -676,7 +802,7 @@ cudaError_t Launch(const ForwardParams& p, cudaStream_t stream) {
   const bool hopper = DeviceArchitecture() >= 90;
   const auto statistics = hopper ? StatisticsWgmmaKernel<T, kHeadDim> : StatisticsKernel<T, kHeadDim>;
   const int shared = kWindow * kHeadDim * 2 * (hopper ? kWgStages * kWgStageWindows : 3);
-  const int threads = hopper ? kWgThreads : 256;
+  const int threads = hopper ? kWgThreads : kPlainThreads;
   cudaError_t error = cudaFuncSetAttribute(statistics, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
 
@@ -690,8 +816,8 @@ cudaError_t Launch(const ForwardParams& p, cudaStream_t stream) {
   if (tiles == 0) return cudaSuccess;
   if (p.workspace_size < SelectWorkspaceSize(p.shape, p.batch)) return cudaErrorInvalidValue;
   args.maxima = static_cast<uint32_t*>(p.workspace);
-  args.lse2 = reinterpret_cast<float*>(
-      args.maxima + static_cast<size_t>(chunk) * p.shape.selection_heads * kUnits * args.windows * 32);
+  args.lse2 = reinterpret_cast<float*>(args.maxima + static_cast<size_t>(chunk) * p.shape.selection_heads * kUnits *
+                                                         args.windows * 32);
   for (int32_t begin = 0; begin < tiles; begin += chunk) {
     args.tile_begin = begin;
     args.tile_end = std::min(tiles, begin + chunk);

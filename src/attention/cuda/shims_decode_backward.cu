@@ -15,6 +15,7 @@ size_t phsa_cuda_backward_workspace(const phsa::cuda::BackwardParams* params) {
 int phsa_cuda_backward(const phsa::cuda::BackwardParams* params, void* stream) {
   return phsa::cuda::Backward(*params, static_cast<cudaStream_t>(stream));
 }
+void phsa_cuda_set_plain_backward(int plain) { phsa::cuda::SetPlainBackward(plain != 0); }
 // Sizes of the structs, so that a caller that mirrors them can check its layout.
 size_t phsa_cuda_decode_params_size() { return sizeof(phsa::cuda::DecodeParams); }
 size_t phsa_cuda_backward_params_size() { return sizeof(phsa::cuda::BackwardParams); }

@@ -39,60 +39,75 @@ __device__ __forceinline__ uint64_t Descriptor(uint32_t address, uint32_t leadin
          (static_cast<uint64_t>(stride >> 4) << 32) | (uint64_t{1} << 62);
 }
 
+// The same, `bytes` on. Shared addresses fit the low word: no carry.
+__device__ __forceinline__ uint64_t DescriptorPlus(uint64_t descriptor, uint32_t bytes) {
+  const uint32_t low = static_cast<uint32_t>(descriptor) + (bytes >> 4);
+  return (descriptor & 0xFFFFFFFF00000000ull) | low;
+}
+
 #define PHSA_WG_ACC4(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define PHSA_WG_ACC32(d, o)                                                                                     \
-  PHSA_WG_ACC4(d, o), PHSA_WG_ACC4(d, o + 1), PHSA_WG_ACC4(d, o + 2), PHSA_WG_ACC4(d, o + 3),                   \
-      PHSA_WG_ACC4(d, o + 4), PHSA_WG_ACC4(d, o + 5), PHSA_WG_ACC4(d, o + 6), PHSA_WG_ACC4(d, o + 7)
+#define PHSA_WG_ACC32(d, o)                                                                                           \
+  PHSA_WG_ACC4(d, o), PHSA_WG_ACC4(d, o + 1), PHSA_WG_ACC4(d, o + 2), PHSA_WG_ACC4(d, o + 3), PHSA_WG_ACC4(d, o + 4), \
+      PHSA_WG_ACC4(d, o + 5), PHSA_WG_ACC4(d, o + 6), PHSA_WG_ACC4(d, o + 7)
 #define PHSA_WG_A(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define PHSA_WG_N16 "{%0,%1,%2,%3,%4,%5,%6,%7}"
-#define PHSA_WG_N64                                                                                              \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}"
-#define PHSA_WG_N128                                                                                             \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
-  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
+#define PHSA_WG_N64                                                                                                  \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%" \
+  "30,%31}"
+#define PHSA_WG_N128                                                                                                  \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%"  \
+  "30,%31,"                                                                                                           \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%" \
+  "60,%61,%62,%63}"
 
 // d (64 × 8·kCount) = or += a (64 × 16) · b. `kTransposed`: b is MN-major. Lane layout of d and a as for Mma, each warp
 // of the warpgroup holding 16 rows.
 template <typename T, bool kTransposed>
 __device__ __forceinline__ void Wgmma(float (&d)[2][4], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   if constexpr (__is_same(T, bf16)) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0;\n wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 " PHSA_WG_N16
-                 ", {%8,%9,%10,%11}, %12, p, 1, 1, %14; }"
-                 : PHSA_WG_ACC4(d, 0), PHSA_WG_ACC4(d, 1)
-                 : PHSA_WG_A(a), "l"(b), "r"(accumulate), "n"(kTransposed ? 1 : 0));
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %13, 0;\n wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 " PHSA_WG_N16
+        ", {%8,%9,%10,%11}, %12, p, 1, 1, %14; }"
+        : PHSA_WG_ACC4(d, 0), PHSA_WG_ACC4(d, 1)
+        : PHSA_WG_A(a), "l"(b), "r"(accumulate), "n"(kTransposed ? 1 : 0));
   } else {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0;\n wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 " PHSA_WG_N16
-                 ", {%8,%9,%10,%11}, %12, p, 1, 1, %14; }"
-                 : PHSA_WG_ACC4(d, 0), PHSA_WG_ACC4(d, 1)
-                 : PHSA_WG_A(a), "l"(b), "r"(accumulate), "n"(kTransposed ? 1 : 0));
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %13, 0;\n wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 " PHSA_WG_N16
+        ", {%8,%9,%10,%11}, %12, p, 1, 1, %14; }"
+        : PHSA_WG_ACC4(d, 0), PHSA_WG_ACC4(d, 1)
+        : PHSA_WG_A(a), "l"(b), "r"(accumulate), "n"(kTransposed ? 1 : 0));
   }
 }
 template <typename T, bool kTransposed>
 __device__ __forceinline__ void Wgmma(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   if constexpr (__is_same(T, bf16)) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0;\n wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " PHSA_WG_N64
-                 ", {%32,%33,%34,%35}, %36, p, 1, 1, %38; }"
-                 : PHSA_WG_ACC32(d, 0)
-                 : PHSA_WG_A(a), "l"(b), "r"(accumulate), "n"(kTransposed ? 1 : 0));
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " PHSA_WG_N64
+        ", {%32,%33,%34,%35}, %36, p, 1, 1, %38; }"
+        : PHSA_WG_ACC32(d, 0)
+        : PHSA_WG_A(a), "l"(b), "r"(accumulate), "n"(kTransposed ? 1 : 0));
   } else {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0;\n wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " PHSA_WG_N64
-                 ", {%32,%33,%34,%35}, %36, p, 1, 1, %38; }"
-                 : PHSA_WG_ACC32(d, 0)
-                 : PHSA_WG_A(a), "l"(b), "r"(accumulate), "n"(kTransposed ? 1 : 0));
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " PHSA_WG_N64
+        ", {%32,%33,%34,%35}, %36, p, 1, 1, %38; }"
+        : PHSA_WG_ACC32(d, 0)
+        : PHSA_WG_A(a), "l"(b), "r"(accumulate), "n"(kTransposed ? 1 : 0));
   }
 }
 template <typename T, bool kTransposed>
 __device__ __forceinline__ void Wgmma(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   if constexpr (__is_same(T, bf16)) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0;\n wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " PHSA_WG_N128
-                 ", {%64,%65,%66,%67}, %68, p, 1, 1, %70; }"
-                 : PHSA_WG_ACC32(d, 0), PHSA_WG_ACC32(d, 8)
-                 : PHSA_WG_A(a), "l"(b), "r"(accumulate), "n"(kTransposed ? 1 : 0));
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " PHSA_WG_N128
+        ", {%64,%65,%66,%67}, %68, p, 1, 1, %70; }"
+        : PHSA_WG_ACC32(d, 0), PHSA_WG_ACC32(d, 8)
+        : PHSA_WG_A(a), "l"(b), "r"(accumulate), "n"(kTransposed ? 1 : 0));
   } else {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0;\n wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " PHSA_WG_N128
-                 ", {%64,%65,%66,%67}, %68, p, 1, 1, %70; }"
-                 : PHSA_WG_ACC32(d, 0), PHSA_WG_ACC32(d, 8)
-                 : PHSA_WG_A(a), "l"(b), "r"(accumulate), "n"(kTransposed ? 1 : 0));
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " PHSA_WG_N128
+        ", {%64,%65,%66,%67}, %68, p, 1, 1, %70; }"
+        : PHSA_WG_ACC32(d, 0), PHSA_WG_ACC32(d, 8)
+        : PHSA_WG_A(a), "l"(b), "r"(accumulate), "n"(kTransposed ? 1 : 0));
   }
 }
 

@@ -1,0 +1,40 @@
+#!/bin/sh
+# Builds the CUDA kernels into one shared library and runs all their tests on this machine's GPU.
+#   scripts/test-cuda.sh            build, then test
+#   scripts/test-cuda.sh --build    build only
+#   scripts/test-cuda.sh --bench    build, test, then time the forward against dense attention
+# PHSA_CUDA_ARCHES names the targets (default: 90a, and 80 as the plain path for other GPUs).
+set -eu
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+nvcc=${NVCC:-nvcc}
+build=build/cuda
+mkdir -p "$build"
+
+arches=${PHSA_CUDA_ARCHES:-"90a 80"}
+targets=
+for arch in $arches; do
+  targets="$targets -gencode=arch=compute_$arch,code=sm_$arch"
+done
+
+# One object per source, several at a time; a source is compiled again only when it or a header is newer.
+for source in src/attention/cuda/*.cu; do
+  object=$build/$(basename "$source" .cu).o
+  if [ -n "$(find src/attention/cuda \( -name '*.cuh' -o -name '*.h' \) -newer "$object" 2>/dev/null)" ] ||
+     [ ! -e "$object" ] || [ "$source" -nt "$object" ]; then
+    echo "$nvcc -std=c++20 -O3 --expt-relaxed-constexpr $targets -Xcompiler -fPIC,-Wall,-Wextra" \
+         "-Iinclude -Isrc -c $source -o $object"
+  fi
+done | xargs -r -P "${JOBS:-2}" -I{} sh -c '{}'
+# shellcheck disable=SC2086
+"$nvcc" -shared -o "$build/libphsa_cuda_kernels.so" $(ls "$build"/*.o)
+[ "${1:-}" = --build ] && exit 0
+
+# The tests are programs too: a GPU machine may have torch and no pytest.
+for test in tests/cuda/test_*.py; do
+  echo "$test"
+  PHSA_CUDA_LIBRARY=$build/libphsa_cuda_kernels.so "$python" "$test"
+done
+if [ "${1:-}" = --bench ]; then
+  "$python" bench/cuda/bench_forward.py
+fi
