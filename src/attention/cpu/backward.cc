@@ -2,6 +2,8 @@
 //
 // One task is one sequence and KV head: it alone writes that head's gradients of keys and values, tile after tile, so
 // the sums have one order and no thread waits for another.
+#include "attention/cpu/backward.h"
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -15,8 +17,6 @@
 
 namespace phsa::cpu {
 namespace {
-
-constexpr float kLog2E = 1.44269504f;
 
 class HeadGradients {
  public:
@@ -199,8 +199,6 @@ class HeadGradients {
 };
 
 }  // namespace
-
-void Backward(const PlanImpl& plan, const BackwardParams& params);
 
 void Backward(const PlanImpl& plan, const BackwardParams& params) {
   const Kernels& kernels = ActiveKernels();

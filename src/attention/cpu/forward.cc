@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 
+#include "attention/cpu/backward.h"
 #include "attention/cpu/band.h"
 #include "attention/cpu/block_lists.h"
 #include "attention/cpu/select.h"
@@ -15,8 +16,6 @@
 
 namespace phsa::cpu {
 namespace {
-
-constexpr float kLog2E = 1.44269504f;
 
 // Keys as panels and values as words of one KV head, all tokens of a sequence; null: they are packed tile by tile.
 struct PackedHead {
@@ -385,8 +384,6 @@ void AttendStage(const PlanImpl& plan, const ForwardParams& params) { RunStages(
 void Forward(const PlanImpl& plan, const ForwardParams& params) { RunStages(plan, params, true, true, true); }
 
 }  // namespace
-
-void Backward(const PlanImpl& plan, const BackwardParams& params);  // backward.cc
 
 size_t ForwardWorkspaceSize(const PlanImpl& plan) {
   const TileShape shape(plan);

@@ -1,7 +1,7 @@
 // The inner loops of the CPU backend, one table per SIMD target.
 //
 // All products run on "words" of 32 bits: one f32, or, on CPUs with a bf16 dot product, two neighbouring bf16. So one
-// driver (attend.cc, select.cc) serves both: a row of head_dim elements has head_dim / per_word words.
+// driver (forward.cc, select.cc) serves both: a row of head_dim elements has head_dim / per_word words.
 //
 // Two layouts:
 //   panel   [word][16]          16 keys (or representatives) side by side, so that one vector holds the same word of 16

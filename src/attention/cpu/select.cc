@@ -9,8 +9,6 @@
 namespace phsa::cpu {
 namespace {
 
-constexpr float kLog2E = 1.44269504f;
-
 // weight_i = lambda / m + (1 - lambda) · flag_i / count; 1 / m for a block without punctuation, to the bit what mean
 // pooling gives.
 void BlockWeights(const uint8_t* flags, int32_t m, float lambda, float* weight) {

@@ -7,8 +7,11 @@
 
 #include "attention/cpu/workspace.h"
 #include "attention/plan.h"
+#include "base/dtype.h"
 
 namespace phsa::cpu {
+
+inline constexpr float kLog2E = 1.44269504f;  // exponentials are powers of 2 here
 
 // Runs fn(task, worker) for every task on the executor's threads, or here.
 template <class Fn>
@@ -25,10 +28,10 @@ void ParallelFor(const Executor& executor, int64_t tasks, Fn&& fn) {
 }
 
 inline const void* At(const void* base, int32_t dtype, int64_t offset) {
-  return static_cast<const std::byte*>(base) + offset * (dtype == PHSA_F32 ? 4 : 2);
+  return static_cast<const std::byte*>(base) + offset * static_cast<int64_t>(DtypeSize(dtype));
 }
 inline void* At(void* base, int32_t dtype, int64_t offset) {
-  return static_cast<std::byte*>(base) + offset * (dtype == PHSA_F32 ? 4 : 2);
+  return static_cast<std::byte*>(base) + offset * static_cast<int64_t>(DtypeSize(dtype));
 }
 
 // One tile: queries at positions [begin, end) of a sequence, all heads of one KV head. Tiles start at multiples of
