@@ -312,9 +312,9 @@ int main(int argc, char** argv) {
     TextExample(text, tokens, pool);
     std::printf(
         "\nread: tokens that the queries of the prefill attended to, of those that dense attention reads.\n"
-        "found: answers right. Random vectors carry no meaning, so punctuation neither helps nor hurts here; what it "
-        "does to\n"
-        "real models takes a real model to tell.\n");
+        "found: answers right. Random vectors carry no meaning, so weight on punctuation can only dilute the words "
+        "here;\n"
+        "what it does to real models takes a real model to tell.\n");
     return 0;
   } catch (const phsa::Error& e) {
     std::fprintf(stderr, "phsa-demo: %s\n", e.what());
