@@ -926,6 +926,11 @@ TEST_F(Attention, AttendReadsTheBlocksOfTheListsItIsGiven) {
             ASSERT_NEAR(lse[Index((start + i) * c.num_q_heads() + h)], expected.lse,
                         1e-3 + 1e-5 * std::fabs(expected.lse))
                 << "sequence " << s << " position " << i << " head " << h;
+            for (int32_t e = 0; e < c.head_dim; ++e) {
+              ASSERT_NEAR(out[Index(((start + i) * c.num_q_heads() + h) * c.head_dim + e)], expected.out[Index(e)],
+                          6 * (3 * DtypeEpsilon(c.dtype) + 1e-4))
+                  << "sequence " << s << " position " << i << " head " << h;
+            }
           }
         }
         start += c.kv_lens[s];

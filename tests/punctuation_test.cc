@@ -10,21 +10,10 @@
 
 #include "base/utf8.h"
 #include "phsa/error.h"
+#include "refusal.h"
 
 namespace phsa {
 namespace {
-
-template <class Fn>
-std::string Refusal(Fn&& fn) {
-  try {
-    fn();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.status(), PHSA_INVALID_ARGUMENT);
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
 
 // A file that goes away with the test.
 class File {

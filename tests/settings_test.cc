@@ -6,22 +6,10 @@
 #include <random>
 
 #include "phsa/error.h"
+#include "refusal.h"
 
 namespace phsa {
 namespace {
-
-// The message of the error that fn throws.
-template <class Fn>
-std::string Refusal(Fn&& fn) {
-  try {
-    fn();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.status(), PHSA_INVALID_ARGUMENT);
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
 
 std::string JsonRefusal(std::string_view json) {
   return Refusal([&] { SettingsFromJson(json); });

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/cpu/kernels.h"
 #include "attention/plan.h"
 
 namespace phsa::cpu {
@@ -120,8 +121,8 @@ struct TileScratch {
     next_entry = carver.Take<int32_t>(lists * std::min(shape.slots, shape.chosen_slots));
     rep_queries = carver.Take<uint32_t>(shape.score_rows * width);
     rep_scores = carver.Take<float>(int64_t{shape.score_rows} * shape.padded_reps);
-    rep_panels = carver.Take<uint32_t>(4 * kPanelRows * width);
-    rep_rows = carver.Take<uint32_t>(kPanelRows * width);
+    rep_panels = carver.Take<uint32_t>(4 * kPanel * width);
+    rep_rows = carver.Take<uint32_t>(kPanel * width);
     rep_query_ptrs = carver.Take<const uint32_t*>(shape.score_rows);
     rep_score_ptrs = carver.Take<float*>(shape.score_rows);
     rep_weights = carver.Take<float>(shape.score_rows);
@@ -130,7 +131,6 @@ struct TileScratch {
     candidates = carver.Take<int32_t>(std::max(shape.blocks, shape.padded_reps) + 16);
   }
 
-  static constexpr int64_t kPanelRows = 16;
   uint32_t* queries = nullptr;              // [rows][words]
   float* scores = nullptr;                  // [rows][score_stride]
   float* sums = nullptr;                    // [rows][head_dim], Σ p · v so far
