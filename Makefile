@@ -8,6 +8,7 @@ PHSA_VENV ?= .venv
 JOBS ?= $(shell nproc)
 BENCH_ARGS ?=
 SDPA_BENCH_ARGS ?=
+LLAMA_BENCH_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 5
@@ -29,20 +30,28 @@ no_aslr := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(u
 help: ## this list
 	@echo "make COMMAND, where COMMAND is one of"
 	@sed -n 's/^\([a-z-]*\):.* ## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16 | sed 's/^/  /'
-	@echo "Settings: PREFIX ($(PREFIX)), DESTDIR, PHSA_VENV ($(PHSA_VENV)), JOBS ($(JOBS)), DEMO_ARGS, BENCH_ARGS, SDPA_BENCH_ARGS,"
+	@echo "Settings: PREFIX ($(PREFIX)), DESTDIR, PHSA_VENV ($(PHSA_VENV)), JOBS ($(JOBS)), DEMO_ARGS, BENCH_ARGS, SDPA_BENCH_ARGS, LLAMA_BENCH_ARGS,"
 	@echo "PYTEST_ARGS, FUZZ_SECONDS ($(FUZZ_SECONDS)), PHSA_SKIP_PACKAGES=1 (do not ask apt)"
 
-demo: packages ## builds, then compares dense, InfLLM v2 and PHSA on this machine
+demo: packages ## builds, fetches a small model, asks it about a text; then compares the attentions on this machine
 	cmake --preset release
-	cmake --build --preset release --target phsa_demo
+	cmake --build --preset release --target phsa_program phsa_demo
+	scripts/demo.sh build/release/bin
 	build/release/bin/phsa-demo $(DEMO_ARGS)
 
-test: packages-test venv format-check cuda-build test-cpp test-asan test-tsan test-python ## everything that can be tested here
+test: packages-test venv format-check cuda-build test-cpp test-asan test-tsan test-python fuzz ## everything that can be tested here
 
-bench: packages-test venv ## measures the attention here, against our dense path and torch's SDPA (15 minutes)
+bench: packages-test ## measures against our dense path, torch's SDPA, tokenizers and llama.cpp (an hour)
+	@scripts/make-venv.sh bench
 	cmake --preset release -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python)
-	cmake --build --preset release --target bench_attention phsa_torch
+	cmake --build --preset release --target all phsa_torch
 	@mkdir -p build/bench
+	build/release/bin/phsa models fetch smollm2-135m
+	build/release/bin/phsa models fetch qwen2.5-coder-1.5b
+	for model in smollm2-135m qwen2.5-coder-1.5b; do \
+	  $(python) bench/llama_bench.py --model $$(build/release/bin/phsa models path $$model) $(LLAMA_BENCH_ARGS) || exit; \
+	done | tee build/bench/llama.txt
+	set -o pipefail; build/release/bin/bench_linear | tee build/bench/linear.txt
 	set -o pipefail; build/release/bin/bench_attention $(BENCH_ARGS) | tee build/bench/attention.txt
 	set -o pipefail; PYTHONPATH=python $(python) bench/sdpa_bench.py $(SDPA_BENCH_ARGS) | tee build/bench/sdpa.jsonl
 
@@ -50,9 +59,9 @@ build: packages ## builds the release preset into build/release
 	cmake --preset release
 	cmake --build --preset release
 
-install: packages ## installs libphsa and its headers into PREFIX
+install: packages ## installs the program phsa, libphsa and its headers into PREFIX
 	cmake --preset release -DCMAKE_INSTALL_PREFIX=$(PREFIX)
-	cmake --build --preset release --target phsa
+	cmake --build --preset release --target phsa phsa_program
 	cmake --install build/release --prefix $(PREFIX)
 	@if [ -z "$(DESTDIR)" ] && [ "$$(id -u)" = 0 ]; then ldconfig; fi
 
@@ -69,8 +78,7 @@ tidy: ## clang-tidy over the C++ sources
 
 sanitize: packages-test test-asan test-tsan ## the C++ tests under ASan and UBSan, the threaded ones under TSan
 
-fuzz: ## builds the fuzzers and runs each for FUZZ_SECONDS
-	@scripts/install-packages.sh build fuzz
+fuzz: packages-test ## builds the fuzzers and runs each for FUZZ_SECONDS
 	cmake --preset fuzz
 	cmake --build --preset fuzz
 	scripts/run-fuzzers.sh build/fuzz $(FUZZ_SECONDS)
@@ -110,4 +118,4 @@ test-tsan: packages-test
 test-python: packages-test venv
 	cmake --preset release -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python)
 	cmake --build --preset release --target all phsa_torch
-	PYTHONPATH=python $(python) -m pytest python/tests $(PYTEST_ARGS)
+	PYTHONPATH=python $(python) -m pytest python/tests tests/e2e $(PYTEST_ARGS)

@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from phsa.ops import backends, phsa_attention
 from torch.nn.functional import scaled_dot_product_attention
+
+from phsa.ops import backends, phsa_attention
 
 
 def best_ms(run: Callable[[], object], repeat: int) -> float:

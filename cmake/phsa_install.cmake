@@ -1,4 +1,4 @@
-# Installs libphsa, its headers, and what find_package and pkg-config need. All of it may be moved as a whole.
+# Installs libphsa, its headers, the program phsa, and what find_package and pkg-config need. All of it may be moved as a whole.
 
 include(CMakePackageConfigHelpers)
 
@@ -7,6 +7,9 @@ install(TARGETS phsa EXPORT phsa_targets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
   INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+if(PHSA_ENGINE)
+  install(TARGETS phsa_program RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+endif()
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/phsa DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
 install(EXPORT phsa_targets NAMESPACE phsa:: FILE phsa-targets.cmake DESTINATION ${cmake_dir})
 

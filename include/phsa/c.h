@@ -8,6 +8,12 @@
  * phsa_forward (or phsa_represent, phsa_select and phsa_attend apart). A plan validates everything that depends on
  * shapes once; the per-layer calls neither allocate nor check more than null pointers. A plan is immutable and may be
  * used by several threads at a time, each with its own workspace.
+ *
+ * A plan for CUDA (phsa_plan_desc.device) runs on the calling thread's current CUDA device: every pointer in phsa_kv,
+ * phsa_forward_params and phsa_backward_params is then one of device memory, the workspace too, and the calls queue
+ * their work on `stream` and return. Lengths and starts in phsa_plan_desc stay in host memory, and the plan must live
+ * until the work has ended. docs/support-matrix.md says what the CUDA kernels can do; phsa_plan_create refuses the
+ * rest.
  */
 #ifndef PHSA_C_H_
 #define PHSA_C_H_
@@ -36,10 +42,13 @@ typedef enum phsa_status {
   PHSA_INVALID_ARGUMENT = 2, /* a setting or a shape is wrong: the message names the allowed values */
   PHSA_UNSUPPORTED = 3,      /* valid, but this build or backend cannot do it */
   PHSA_OUT_OF_MEMORY = 4,
-  PHSA_INTERNAL = 5 /* a bug in phsa */
+  PHSA_INTERNAL = 5, /* a bug in phsa */
+  PHSA_IO = 6        /* the system failed to do it: a disk, a pipe, the network, another program */
 } phsa_status;
 
 typedef enum phsa_dtype { PHSA_F32 = 0, PHSA_F16 = 1, PHSA_BF16 = 2 } phsa_dtype;
+
+typedef enum phsa_device { PHSA_DEVICE_CPU = 0, PHSA_DEVICE_CUDA = 1 } phsa_device;
 
 typedef enum phsa_policy {
   PHSA_POLICY_DENSE = 0,
@@ -120,6 +129,9 @@ typedef struct phsa_plan_desc {
   int32_t page_size;
   float scale;         /* of the dot products; 0: 1/sqrt(head_dim) */
   int32_t max_threads; /* the largest num_threads of any executor used with this plan; 0: 1 */
+  int32_t reserved;    /* not read */
+  /* Newer than what is above; a caller with an older header says so by its struct_size. */
+  int32_t device; /* phsa_device */
 } phsa_plan_desc;
 
 typedef struct phsa_plan phsa_plan;
@@ -160,7 +172,8 @@ typedef struct phsa_kv {
 
 /* The blocks chosen between init and local: [query][selection_heads][selection_slots], ascending, -1 beyond the last. A
  * list holds as many blocks as it can: top_k, or all candidates where there are fewer; attend and backward refuse
- * others. A query below `dense_below` reads everything and has no list: it is -1 throughout. */
+ * others on the CPU, and do not look at them on a CUDA device, where a wrong list gives wrong results. A query below
+ * `dense_below` reads everything and has no list: it is -1 throughout. */
 typedef struct phsa_forward_params {
   uint32_t struct_size;
   const void* q; /* [query][q_head][head_dim] */
@@ -173,7 +186,9 @@ typedef struct phsa_forward_params {
   float* selection_scores; /* [query][selection_heads][selection_slots], 0 beyond the last; NULL: not wanted */
   void* workspace;
   size_t workspace_size;
-  phsa_executor executor;
+  phsa_executor executor; /* not used by plans for CUDA */
+  /* Newer than what is above; a caller with an older header says so by its struct_size. */
+  void* stream; /* cudaStream_t, in plans for CUDA; NULL: the default stream */
 } phsa_forward_params;
 
 typedef struct phsa_backward_params {
@@ -196,10 +211,14 @@ typedef struct phsa_backward_params {
   void* workspace;
   size_t workspace_size;
   phsa_executor executor;
+  /* Newer than what is above; a caller with an older header says so by its struct_size. */
+  void* stream; /* as in phsa_forward_params */
 } phsa_backward_params;
 
 /* represent: writes the representatives of the blocks that the batch's queries complete. Reads kv.k and kv.flags. */
 PHSA_API phsa_status phsa_represent(const phsa_plan* plan, const phsa_kv* kv, const phsa_executor* executor);
+/* The same with what params.kv, executor, workspace and stream say; plans for CUDA need the last two. */
+PHSA_API phsa_status phsa_represent_with(const phsa_plan* plan, const phsa_forward_params* params);
 /* score and select: reads q and kv.reps (or kv.k and kv.flags where reps is NULL), writes selection. */
 PHSA_API phsa_status phsa_select(const phsa_plan* plan, const phsa_forward_params* params);
 /* attend: reads q, kv.k, kv.v and selection, writes out and lse. */
@@ -210,7 +229,7 @@ PHSA_API phsa_status phsa_forward(const phsa_plan* plan, const phsa_forward_para
 PHSA_API phsa_status phsa_backward(const phsa_plan* plan, const phsa_backward_params* params);
 
 /* Tokens that the batch's queries read with this selection, summed over queries and query heads, and what dense
- * attention would read. selection may be NULL where selection_slots is 0. */
+ * attention would read. selection may be NULL where selection_slots is 0; it is in host memory for any device. */
 PHSA_API phsa_status phsa_tokens_read(const phsa_plan* plan, const int32_t* selection, int64_t* read, int64_t* dense);
 
 /* Flags for the tokens of a vocabulary. `set` is en, zh, en+zh, sentence, pure, none, or the path of a file of ids or
@@ -223,6 +242,8 @@ PHSA_API phsa_status phsa_punctuation_table(const char* set, const char* const* 
 PHSA_API const char* phsa_last_error(void);
 PHSA_API const char* phsa_version(void);
 PHSA_API int32_t phsa_abi_version(void);
+/* Whether this build has kernels for a phsa_device; there may still be no such device. */
+PHSA_API int32_t phsa_has_device(int32_t device);
 
 /* The backends and SIMD targets that this machine can run, best first, separated by spaces ("avx3_bf16 avx3_dl avx2
  * … reference"), and the one in use. The environment's PHSA_BACKEND (reference or cpu) and PHSA_TARGET, or

@@ -5,10 +5,9 @@
 
 namespace phsa {
 
-std::string Quoted(std::string_view text) {
-  constexpr size_t kLongest = 60;
+std::string Quoted(std::string_view text, size_t longest) {
   std::string out = "\"";
-  for (const char c : text.substr(0, kLongest)) {
+  for (const char c : text.substr(0, longest)) {
     const auto byte = static_cast<unsigned char>(c);
     if (c == '"' || c == '\\') {
       out += '\\';
@@ -19,7 +18,7 @@ std::string Quoted(std::string_view text) {
       out += c;
     }
   }
-  out += text.size() > kLongest ? "\"…" : "\"";
+  out += text.size() > longest ? "\"…" : "\"";
   return out;
 }
 

@@ -23,8 +23,10 @@ template <class... Args>
   throw Error(PHSA_INVALID_ARGUMENT, fmt::format(format, std::forward<Args>(args)...));
 }
 
-// Text from outside as it may appear in a message: in quotes, printable ASCII, cut to a readable length.
-std::string Quoted(std::string_view text);
+// Text from outside as it may appear in a message: in quotes, printable ASCII, cut to a readable length. A path needs
+// more: its end says the most.
+inline constexpr size_t kQuotedText = 60, kQuotedPath = 4096;
+std::string Quoted(std::string_view text, size_t longest = kQuotedText);
 
 [[noreturn]] void CheckFailed(const char* file, int line, const char* condition);
 

@@ -1,0 +1,20 @@
+// The subcommands of `phsa`, one file each. Each adds itself and sets a callback that does the work: it may throw
+// phsa::Error, which main turns into one line and an exit code.
+#ifndef PHSA_CLI_COMMANDS_H_
+#define PHSA_CLI_COMMANDS_H_
+
+#include <CLI/CLI.hpp>
+
+namespace phsa::cli {
+
+void AddRunCommand(CLI::App& app);
+void AddChatCommand(CLI::App& app);
+void AddTokenizeCommand(CLI::App& app);
+void AddInfoCommand(CLI::App& app);
+void AddModelsCommand(CLI::App& app);
+void AddPerplexityCommand(CLI::App& app);
+void AddBenchCommand(CLI::App& app);
+
+}  // namespace phsa::cli
+
+#endif  // PHSA_CLI_COMMANDS_H_

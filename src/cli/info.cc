@@ -1,0 +1,209 @@
+// `phsa info`: what a model's files say of it. Reads the headers, not the weights.
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "base/errors.h"
+#include "cli/commands.h"
+#include "cli/options.h"
+#include "cli/terminal.h"
+#include "io/model_source.h"
+
+namespace phsa::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct InfoFlags {
+  std::string model;
+  bool tensors = false, metadata = false, json = false;
+};
+
+struct TypeCount {
+  int64_t tensors = 0;
+  uint64_t bytes = 0;
+};
+
+struct Sizes {
+  int64_t parameters = 0;
+  std::map<std::string, TypeCount> types;
+};
+
+int64_t Elements(const Tensor& tensor) {
+  int64_t out = 1;
+  for (const int64_t size : tensor.shape) out *= size;
+  return out;
+}
+
+Sizes SizesOf(const ModelSource& source) {
+  Sizes out;
+  for (const Tensor* tensor : source.Tensors()) {
+    out.parameters += Elements(*tensor);
+    TypeCount& type = out.types[TensorTypeName(tensor->type)];
+    ++type.tensors;
+    type.bytes += tensor->bytes;
+  }
+  return out;
+}
+
+const char* ScalingName(RopeScaling::Kind kind) {
+  switch (kind) {
+    case RopeScaling::Kind::kNone: return "none";
+    case RopeScaling::Kind::kLinear: return "linear";
+    case RopeScaling::Kind::kLlama3: return "llama3";
+    case RopeScaling::Kind::kYarn: return "yarn";
+  }
+  return "unknown";
+}
+
+std::string RopeText(const ModelConfig& config) {
+  const RopeScaling& scaling = config.rope_scaling;
+  std::string out = fmt::format("base {}", config.rope_base);
+  if (scaling.kind != RopeScaling::Kind::kNone) {
+    out += fmt::format(", {} scaling by {}", ScalingName(scaling.kind), scaling.factor);
+    if (scaling.original_context > 0) out += fmt::format(" from {} tokens", scaling.original_context);
+  }
+  if (!scaling.frequency_factors.empty()) out += ", with a factor per frequency";
+  return out;
+}
+
+std::string TokenizerText(const ModelSource& source) {
+  if (const auto& gguf = source.gguf_tokenizer()) {
+    return fmt::format("{} ({}), {} tokens, {} merges", Quoted(gguf->model), Quoted(gguf->pre), gguf->tokens.size(),
+                       gguf->merges.size());
+  }
+  return source.tokenizer_json() ? source.tokenizer_json()->string() : "none";
+}
+
+std::string SamplingText(const ModelConfig& config) {
+  std::vector<std::string> parts;
+  const auto add = [&](const char* name, const auto& value) {
+    if (value) parts.push_back(fmt::format("{} {}", name, *value));
+  };
+  add("temperature", config.temperature);
+  add("top-k", config.top_k);
+  add("top-p", config.top_p);
+  add("min-p", config.min_p);
+  add("repetition penalty", config.repetition_penalty);
+  return parts.empty() ? "nothing recommended" : fmt::format("{}", fmt::join(parts, ", "));
+}
+
+void PrintText(const ModelSource& source, const InfoFlags& flags) {
+  const ModelConfig& config = source.config();
+  const Sizes sizes = SizesOf(source);
+  std::string out;
+  const auto line = [&](const char* name, const std::string& value) { out += fmt::format("{:<14} {}\n", name, value); };
+  line("path", source.path());
+  line("format", fmt::format("{}, {}", source.format(), BytesInWords(source.file_bytes())));
+  line("name", Quoted(config.name));
+  line("architecture", fmt::format("{}, {} layers, {} wide, feed-forward {}", config.architecture, config.num_layers,
+                                   config.hidden, config.intermediate));
+  line("attention",
+       fmt::format("{} query heads, {} KV heads of {}", config.num_q_heads, config.num_kv_heads, config.head_dim));
+  line("parameters", fmt::format("{:.1f} million", static_cast<double>(sizes.parameters) / 1e6));
+  line("context", fmt::format("{} tokens", config.context));
+  line("RoPE", RopeText(config));
+  line("vocabulary", fmt::format("{}, embeddings {}", config.vocab_size, config.tied_embeddings ? "tied" : "untied"));
+  line("tokenizer", TokenizerText(source));
+  line("end tokens", config.eos_ids.empty() ? "none" : fmt::format("{}", fmt::join(config.eos_ids, ", ")));
+  line("chat template", source.chat_template().empty() ? "none" : Quoted(source.chat_template()));
+  line("sampling", SamplingText(config));
+  line("PHSA settings", config.phsa_settings.empty() ? "none" : Quoted(config.phsa_settings));
+  for (const auto& [type, count] : sizes.types) {
+    line("tensors", fmt::format("{:<5} {:>5}, {}", type, count.tensors, BytesInWords(count.bytes)));
+  }
+  if (flags.metadata) {
+    out += "\n";
+    for (const auto& [key, value] : source.Metadata()) out += fmt::format("{} = {}\n", Quoted(key), value);
+  }
+  if (flags.tensors) {
+    out += "\n";
+    for (const Tensor* tensor : source.Tensors()) {
+      out += fmt::format("{:<5} [{}] {} at {} {}\n", TensorTypeName(tensor->type), fmt::join(tensor->shape, ", "),
+                         tensor->bytes, tensor->file_offset, Quoted(tensor->name));
+    }
+  }
+  WriteOut(out);
+}
+
+template <class T>
+Json OrNull(const std::optional<T>& value) {
+  return value ? Json(*value) : Json(nullptr);
+}
+
+void PrintJson(const ModelSource& source, const InfoFlags& flags) {
+  const ModelConfig& config = source.config();
+  const RopeScaling& scaling = config.rope_scaling;
+  const Sizes sizes = SizesOf(source);
+  Json out;
+  out["path"] = source.path();
+  out["format"] = source.format();
+  out["bytes"] = source.file_bytes();
+  out["name"] = config.name;
+  out["architecture"] = config.architecture;
+  out["parameters"] = sizes.parameters;
+  out["layers"] = config.num_layers;
+  out["hidden"] = config.hidden;
+  out["intermediate"] = config.intermediate;
+  out["query_heads"] = config.num_q_heads;
+  out["kv_heads"] = config.num_kv_heads;
+  out["head_dim"] = config.head_dim;
+  out["context"] = config.context;
+  out["vocab_size"] = config.vocab_size;
+  out["tied_embeddings"] = config.tied_embeddings;
+  out["rms_eps"] = config.rms_eps;
+  out["rope"] = {{"base", config.rope_base},
+                 {"scaling", ScalingName(scaling.kind)},
+                 {"factor", scaling.factor},
+                 {"original_context", scaling.original_context},
+                 {"frequency_factors", !scaling.frequency_factors.empty()}};
+  if (const auto& gguf = source.gguf_tokenizer()) {
+    out["tokenizer"] = {
+        {"model", gguf->model}, {"pre", gguf->pre}, {"tokens", gguf->tokens.size()}, {"merges", gguf->merges.size()}};
+  } else {
+    out["tokenizer"] = source.tokenizer_json() ? Json{{"file", source.tokenizer_json()->string()}} : Json(nullptr);
+  }
+  out["eos_ids"] = config.eos_ids;
+  out["chat_template"] = source.chat_template().empty() ? Json(nullptr) : Json(source.chat_template());
+  out["sampling"] = {{"temperature", OrNull(config.temperature)},
+                     {"top_k", OrNull(config.top_k)},
+                     {"top_p", OrNull(config.top_p)},
+                     {"min_p", OrNull(config.min_p)},
+                     {"repetition_penalty", OrNull(config.repetition_penalty)}};
+  out["phsa_settings"] = config.phsa_settings.empty() ? Json(nullptr) : Json(config.phsa_settings);
+  for (const auto& [type, count] : sizes.types) {
+    out["tensor_types"][type] = {{"tensors", count.tensors}, {"bytes", count.bytes}};
+  }
+  if (flags.metadata) {
+    for (const auto& [key, value] : source.Metadata()) out["metadata"][key] = value;
+  }
+  if (flags.tensors) {
+    for (const Tensor* tensor : source.Tensors()) {
+      out["tensors"].push_back({{"name", tensor->name},
+                                {"type", TensorTypeName(tensor->type)},
+                                {"shape", tensor->shape},
+                                {"bytes", tensor->bytes},
+                                {"offset", tensor->file_offset}});
+    }
+  }
+  // What a file calls itself need not be UTF-8.
+  WriteOut(out.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n");
+}
+
+}  // namespace
+
+void AddInfoCommand(CLI::App& app) {
+  const auto flags = std::make_shared<InfoFlags>();
+  CLI::App* command = app.add_subcommand("info", "what a model's files say of it");
+  command->add_option("MODEL", flags->model, "a .gguf file, a Hugging Face folder, or a name that `phsa models` lists")
+      ->required();
+  command->add_flag("--tensors", flags->tensors, "list the tensors");
+  command->add_flag("--metadata", flags->metadata, "list the metadata");
+  command->add_flag("--json", flags->json, "one JSON object");
+  command->callback([flags] {
+    const std::unique_ptr<ModelSource> source = OpenModel(flags->model);
+    flags->json ? PrintJson(*source, *flags) : PrintText(*source, *flags);
+  });
+}
+
+}  // namespace phsa::cli

@@ -1,0 +1,197 @@
+#include "cli/options.h"
+
+#include <cstdio>
+#include <random>
+
+#include "base/errors.h"
+#include "base/mapped_file.h"
+#include "cli/terminal.h"
+#include "io/model_store.h"
+#include "tokenizer/utf8_scan.h"
+
+namespace phsa::cli {
+namespace {
+
+// Texts are read whole; nobody's context holds this many bytes.
+constexpr size_t kMaxTextBytes = size_t{1} << 30;
+
+}  // namespace
+
+void AddModelFlags(CLI::App& command, ModelFlags& flags) {
+  command
+      .add_option("-m,--model", flags.model, "a .gguf file, a Hugging Face folder, or a name that `phsa models` lists")
+      ->required();
+  command.add_option("-c,--ctx-size", flags.context, "tokens of context; 0: the model's, or what fits into memory");
+  command.add_option("-t,--threads", flags.threads, "threads; 0: one per core");
+  command.add_option("--weights", flags.weights, "how weights are kept: auto, f32, bf16, int8")
+      ->check(CLI::IsMember({"auto", "f32", "bf16", "int8"}));
+  command.add_option("--kv-type", flags.kv_type, "type of the KV cache: auto, f32, f16, bf16")
+      ->check(CLI::IsMember({"auto", "f32", "f16", "bf16"}));
+  command.add_option("--chunk", flags.chunk, "tokens of the prompt that are read in one step");
+}
+
+void AddAttentionFlags(CLI::App& command, AttentionFlags& flags) {
+  const std::string group = "Attention";
+  command
+      .add_option("--attention", flags.policies,
+                  "auto (the model's own settings, else dense), dense, phsa, infllm2, infllm2-64, streaming, quest")
+      ->delimiter(',')
+      ->group(group);
+  command.add_option("-K,--attention-top-k", flags.top_k, "blocks that a query chooses")->delimiter(',')->group(group);
+  command.add_option("--lambda", flags.lambda, "weight of the plain mean in a representative, 0 to 1")->group(group);
+  command.add_option("--punctuation", flags.punctuation, "en, zh, en+zh, sentence, pure, none, or a file")
+      ->group(group);
+  command.add_option("--init", flags.init, "tokens at the start that are always read")->group(group);
+  command.add_option("--local", flags.local, "latest tokens that are always read")->group(group);
+  command.add_option("--block", flags.block, "tokens of a block")->group(group);
+  command.add_option("--group-reduce", flags.group_reduce, "sum, max or none")->group(group);
+  command.add_option("--phsa-config", flags.config_file, "a JSON file with settings, per layer where wanted")
+      ->group(group);
+}
+
+namespace {
+
+LayerSettings AttentionFor(const std::string& policy, int32_t top_k, const AttentionFlags& flags,
+                           const ModelConfig& config, int64_t context) {
+  LayerSettings settings;
+  if (!flags.config_file.empty()) {
+    settings = SettingsFromJson(ReadTextFile(flags.config_file, size_t{16} << 20));
+  } else if (policy == "auto" && !config.phsa_settings.empty()) {
+    settings = SettingsFromJson(config.phsa_settings);
+  } else {
+    settings.base = Settings::Preset(context);
+    settings.base.policy = policy == "auto" ? Policy::kDense : PolicyFromName(policy);
+    if (settings.base.policy == Policy::kInfllm2_64) settings.base.block_size = 64;
+    if (settings.base.policy == Policy::kInfllm2 || settings.base.policy == Policy::kInfllm2_64)
+      settings.base.lambda = 1;
+    settings.base.top_k = top_k;
+  }
+  const auto change = [&](Settings& one) {
+    if (flags.lambda) one.lambda = *flags.lambda;
+    if (flags.init) one.init_tokens = *flags.init;
+    if (flags.local) one.local_tokens = *flags.local;
+    if (flags.block) one.block_size = *flags.block;
+    if (!flags.punctuation.empty()) one.punctuation = flags.punctuation;
+    if (!flags.group_reduce.empty()) one.group_reduce = GroupReduceFromName(flags.group_reduce);
+    Validate(one);
+  };
+  change(settings.base);
+  for (auto& [layer, one] : settings.layers) change(one);
+  return settings;
+}
+
+}  // namespace
+
+std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const ModelConfig& config, int64_t context) {
+  std::vector<LayerSettings> all;
+  for (const std::string& policy : flags.policies) {
+    for (const int32_t top_k : flags.top_k) {
+      LayerSettings settings = AttentionFor(policy, top_k, flags, config, context);
+      if (all.empty() || settings != all.back()) all.push_back(std::move(settings));
+      const Policy chosen = all.back().base.policy;
+      if (chosen == Policy::kDense || chosen == Policy::kStreaming) break;  // K means nothing there
+    }
+  }
+  return all;
+}
+
+void AddSamplingFlags(CLI::App& command, SamplingFlags& flags) {
+  const std::string group = "Sampling";
+  command.add_option("-n,--predict", flags.max_tokens, "at most this many tokens of answer")
+      ->check(CLI::Range(1, 1 << 30));
+  command.add_option("--temp", flags.temperature, "temperature; 0: always the most likely token")->group(group);
+  command.add_option("--top-k", flags.top_k, "sample from this many tokens; 0: all")->group(group);
+  command.add_option("--top-p", flags.top_p, "sample from the likeliest tokens that make up this share")->group(group);
+  command.add_option("--min-p", flags.min_p, "least probability, as a share of the likeliest token's")->group(group);
+  command.add_option("--repeat-penalty", flags.repetition_penalty, "above 1: less of what was there")->group(group);
+  command.add_option("--seed", flags.seed, "the same seed gives the same answer; none: a new one each time")
+      ->group(group);
+  command.add_option("--stop", flags.stops, "text that ends the answer; may be given several times")
+      ->group(group)
+      ->allow_extra_args(false);
+  command.add_flag("--ignore-eos", flags.ignore_eos, "go on after the model's end token")->group(group);
+}
+
+GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& config) {
+  GenerateOptions options;
+  SamplerSettings& sampler = options.sampler;
+  // The user's, else the model's, else the program's.
+  const auto choose = [](const auto& flag, const auto& model, auto& value) {
+    if (flag) {
+      value = *flag;
+    } else if (model) {
+      value = *model;
+    }
+  };
+  choose(flags.temperature, config.temperature, sampler.temperature);
+  choose(flags.top_k, config.top_k, sampler.top_k);
+  choose(flags.top_p, config.top_p, sampler.top_p);
+  choose(flags.min_p, config.min_p, sampler.min_p);
+  choose(flags.repetition_penalty, config.repetition_penalty, sampler.repetition_penalty);
+  sampler.seed = flags.seed ? *flags.seed : std::random_device{}();
+  options.max_tokens = flags.max_tokens;
+  options.stops = flags.stops;
+  options.ignore_eos = flags.ignore_eos;
+  Validate(sampler);
+  return options;
+}
+
+std::unique_ptr<ModelSource> OpenModel(const std::string& model) { return ModelSource::Open(ResolveModel(model)); }
+
+std::unique_ptr<Engine> OpenEngine(std::unique_ptr<ModelSource> source, const ModelFlags& flags,
+                                   const LayerSettings& attention) {
+  EngineOptions options;
+  options.weights = WeightsModeFromName(flags.weights);
+  if (flags.kv_type != "auto") options.kv_dtype = KvTypeFromName(flags.kv_type);
+  options.context = flags.context;
+  options.threads = flags.threads;
+  options.chunk = flags.chunk;
+  options.attention = attention;
+  auto engine = std::make_unique<Engine>(std::move(source), options);
+  fmt::print(stderr, "{}\n", engine->plan().Text());
+  if (flags.context == 0 && engine->plan().context < engine->config().context) {
+    fmt::print(stderr, "context: {} of the model's {} tokens, as many as fit into memory\n", engine->plan().context,
+               engine->config().context);
+  }
+  return engine;
+}
+
+void LoadEngine(Engine& engine) {
+  ProgressBar bar("loading");
+  const bool loaded = engine.Load([&](double share) {
+    bar.Update(share, BytesInWords(engine.source().file_bytes()));
+    return !WasInterrupted();
+  });
+  if (!loaded) throw Interrupted{};
+}
+
+std::string ReadText(const std::string& path) {
+  const bool standard_input = path == "-";
+  std::string text;
+  if (standard_input) {
+    char part[1 << 16];
+    for (size_t count; (count = std::fread(part, 1, sizeof(part), stdin)) > 0;) {
+      text.append(part, count);
+      if (text.size() > kMaxTextBytes) ThrowInvalid("standard input: more than {} bytes of text", kMaxTextBytes);
+    }
+  } else {
+    text = ReadTextFile(path, kMaxTextBytes);
+  }
+  const size_t bad = FirstInvalidUtf8(text);
+  if (bad < text.size()) {
+    ThrowInvalid("{}: the byte at offset {} is not UTF-8; convert the text first (iconv does)",
+                 standard_input ? "standard input" : path, bad);
+  }
+  return text;
+}
+
+GenerateCallbacks PrefillCallbacks(ProgressBar& bar) {
+  GenerateCallbacks callbacks;
+  callbacks.prefill = [&bar](int32_t done, int32_t total) {
+    if (total > 1024) bar.Update(static_cast<double>(done) / total, fmt::format("{} of {} tokens", done, total));
+  };
+  callbacks.stop = WasInterrupted;
+  return callbacks;
+}
+
+}  // namespace phsa::cli

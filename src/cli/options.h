@@ -1,0 +1,63 @@
+// Flags that several commands share, and the way from them to a loaded model.
+#ifndef PHSA_CLI_OPTIONS_H_
+#define PHSA_CLI_OPTIONS_H_
+
+#include <CLI/CLI.hpp>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/session.h"
+#include "phsa/settings.h"
+
+namespace phsa::cli {
+
+// Which model, where and how precisely it runs.
+struct ModelFlags {
+  std::string model, weights = "auto", kv_type = "auto";
+  int32_t context = 0, threads = 0, chunk = 512;
+};
+void AddModelFlags(CLI::App& command, ModelFlags& flags);
+
+// How the attention reads. Lists make sweeps where a command allows them.
+struct AttentionFlags {
+  std::vector<std::string> policies = {"auto"};
+  std::vector<int32_t> top_k = {16};
+  std::optional<float> lambda;
+  std::optional<int32_t> init, local, block;
+  std::string punctuation, group_reduce, config_file;
+};
+void AddAttentionFlags(CLI::App& command, AttentionFlags& flags);
+// One for each policy and K, in that order; K counts once for policies that choose nothing.
+std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const ModelConfig& config, int64_t context);
+
+// How tokens are chosen. Unset flags take what the model recommends, then the program's own.
+struct SamplingFlags {
+  std::optional<float> temperature, top_p, min_p, repetition_penalty;
+  std::optional<int32_t> top_k;
+  std::optional<uint64_t> seed;
+  int32_t max_tokens = 512;
+  std::vector<std::string> stops;
+  bool ignore_eos = false;
+};
+void AddSamplingFlags(CLI::App& command, SamplingFlags& flags);
+GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& config);
+
+std::unique_ptr<ModelSource> OpenModel(const std::string& model);  // a path or a name
+// Prints the memory plan and refuses what does not fit. LoadEngine has a progress bar; Ctrl-C throws Interrupted.
+std::unique_ptr<Engine> OpenEngine(std::unique_ptr<ModelSource> source, const ModelFlags& flags,
+                                   const LayerSettings& attention);
+void LoadEngine(Engine& engine);
+
+// A whole file, or standard input for "-". What is not UTF-8 is refused, naming the offset.
+std::string ReadText(const std::string& path);
+// A progress bar over the prompt, and Ctrl-C.
+class ProgressBar;
+GenerateCallbacks PrefillCallbacks(ProgressBar& bar);
+
+}  // namespace phsa::cli
+
+#endif  // PHSA_CLI_OPTIONS_H_

@@ -1,0 +1,121 @@
+#include "engine/engine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/dtype.h"
+#include "base/errors.h"
+#include "base/mapped_file.h"
+#include "phsa/punctuation.h"
+
+namespace phsa {
+namespace {
+
+// Far above any vocabulary's; a file beyond it is not a tokenizer.
+constexpr size_t kMaxTokenizerBytes = size_t{512} << 20;
+
+int32_t DefaultKvType(const EngineOptions& options) {
+  if (options.kv_dtype) return *options.kv_dtype;
+  if (options.weights == WeightsMode::kF32) return PHSA_F32;
+  return FastProducts().bf16 ? PHSA_BF16 : PHSA_F16;
+}
+
+int32_t PagesFor(int32_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
+
+// One flag for each token of the model's vocabulary; what the tokenizer does not know is no punctuation.
+std::vector<uint8_t> PunctuationFlags(const Tokenizer& tokenizer, const std::string& set, int32_t vocab_size) {
+  std::vector<std::string> tokens;
+  std::vector<uint8_t> special;
+  for (int32_t id = 0; id < tokenizer.vocab_size(); ++id) {
+    tokens.emplace_back(tokenizer.TokenBytes(id));
+    special.push_back(tokenizer.IsSpecial(id) ? 1 : 0);
+  }
+  std::vector<uint8_t> flags = PunctuationTable(set, tokens, special).table();
+  flags.resize(static_cast<size_t>(vocab_size));
+  return flags;
+}
+
+MemoryPlan MakePlan(const ModelSource& source, const EngineOptions& options, int32_t kv_dtype, int32_t num_threads) {
+  const ModelConfig& config = source.config();
+  const PageLayout layout(config, options.attention, kv_dtype);
+  const WeightsPlan weights = PlanWeights(source, options.weights);
+  MemoryPlan plan;
+  plan.weights = weights.bytes;
+  plan.weight_types = weights.types;
+  plan.kv_type = DtypeName(kv_dtype);
+  plan.workspace = Decoder::WorkspaceBytes(config, kv_dtype, options.chunk, num_threads);
+  plan.available = AvailableMemory();
+  plan.context = options.context;
+  if (plan.context == 0) {
+    const uint64_t fixed = plan.weights + plan.workspace;
+    const uint64_t pages = plan.available > fixed ? (plan.available - fixed) / layout.page_bytes : 0;
+    plan.context = static_cast<int32_t>(std::min<uint64_t>(static_cast<uint64_t>(config.context), pages * kPageTokens));
+    plan.context = std::max(plan.context, kPageTokens);  // CheckFits says the rest
+  }
+  const auto pages = static_cast<uint64_t>(PagesFor(plan.context));
+  plan.representatives = pages * layout.representative_bytes;
+  plan.key_values = pages * (layout.page_bytes - layout.representative_bytes);
+  return plan;
+}
+
+}  // namespace
+
+Tokenizer LoadTokenizer(const ModelSource& source) {
+  if (const auto& gguf = source.gguf_tokenizer()) {
+    BpeVocabulary vocabulary;
+    vocabulary.model = gguf->model;
+    vocabulary.pre = gguf->pre;
+    vocabulary.tokens = gguf->tokens;
+    vocabulary.token_types = gguf->token_types;
+    vocabulary.merges = gguf->merges;
+    vocabulary.bos = gguf->bos;
+    vocabulary.eos = gguf->eos;
+    vocabulary.add_bos = gguf->add_bos;
+    vocabulary.add_eos = gguf->add_eos;
+    return Tokenizer::FromVocabulary(vocabulary, source.path());
+  }
+  if (!source.tokenizer_json()) {
+    ThrowInvalid("{}: there is no tokenizer.json in the folder; fetch it from where the model came from",
+                 source.path());
+  }
+  return Tokenizer::FromJson(ReadTextFile(*source.tokenizer_json(), kMaxTokenizerBytes), source.tokenizer_config(),
+                             source.tokenizer_json()->string());
+}
+
+Engine::Engine(std::unique_ptr<ModelSource> source, const EngineOptions& options)
+    : source_(std::move(source)),
+      options_(options),
+      kv_dtype_(DefaultKvType(options)),
+      tokenizer_(LoadTokenizer(*source_)),
+      threads_(options.threads) {
+  const ModelConfig& model = source_->config();
+  if (options_.context < 0 || options_.context > model.context) {
+    ThrowInvalid("-c is {}; the model's context is {} tokens", options_.context, model.context);
+  }
+  if (options_.chunk < 1 || options_.chunk > 65536) {
+    ThrowInvalid("--chunk is {}; allowed: 1 to 65536", options_.chunk);
+  }
+  if (tokenizer_.vocab_size() > model.vocab_size) {
+    ThrowInvalid("{}: the tokenizer has {} tokens, the model only {}; they do not belong together", source_->path(),
+                 tokenizer_.vocab_size(), model.vocab_size);
+  }
+  plan_ = MakePlan(*source_, options_, kv_dtype_, threads_.num_threads());
+  CheckFits(plan_);
+}
+
+bool Engine::Load(const LoadProgress& progress) {
+  bool stopped = false;
+  weights_ = LoadWeights(*source_, options_.weights, threads_, [&](double share) {
+    stopped = !progress(share);
+    return !stopped;
+  });
+  if (stopped) return false;
+  cache_ = std::make_unique<KvCache>(PageLayout(config(), options_.attention, kv_dtype_), PagesFor(plan_.context));
+  decoder_ = std::make_unique<Decoder>(config(), weights_, options_.attention, kv_dtype_, options_.chunk, threads_);
+  if (options_.attention.base.policy != Policy::kDense || !options_.attention.layers.empty()) {
+    decoder_->SetPunctuation(PunctuationFlags(tokenizer_, options_.attention.base.punctuation, config().vocab_size));
+  }
+  return true;
+}
+
+}  // namespace phsa

@@ -1,0 +1,63 @@
+// A loaded model with all that it takes to use it: tokenizer, chat template, weights, KV cache, threads.
+#ifndef PHSA_ENGINE_ENGINE_H_
+#define PHSA_ENGINE_ENGINE_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "engine/memory_plan.h"
+#include "io/model_source.h"
+#include "model/decoder.h"
+#include "phsa/settings.h"
+#include "phsa/threads.h"
+#include "tokenizer/tokenizer.h"
+
+namespace phsa {
+
+struct EngineOptions {
+  WeightsMode weights = WeightsMode::kAuto;
+  std::optional<int32_t> kv_dtype;  // none: f32 with f32 weights, else the 16-bit type that the CPU multiplies
+  int32_t context = 0;              // tokens that the KV cache holds; 0: the model's, or as many as fit into memory
+  int32_t threads = 0;              // 0: one per core
+  int32_t chunk = 512;              // tokens of a prefill step
+  LayerSettings attention;          // dense unless set
+};
+
+Tokenizer LoadTokenizer(const ModelSource& source);
+
+class Engine {
+ public:
+  // The plan is made and checked here; `source` stays open for the engine's life.
+  Engine(std::unique_ptr<ModelSource> source, const EngineOptions& options);
+
+  const MemoryPlan& plan() const { return plan_; }
+  const ModelConfig& config() const { return source_->config(); }
+  const ModelSource& source() const { return *source_; }
+  const Tokenizer& tokenizer() const { return tokenizer_; }
+  const EngineOptions& options() const { return options_; }
+  ThreadPool& threads() { return threads_; }
+
+  // Reads and packs the weights. False where `progress` asked to stop. Before this, decoder() and cache() are not
+  // there.
+  bool Load(const LoadProgress& progress);
+  Decoder& decoder() { return *decoder_; }
+  KvCache& cache() { return *cache_; }
+
+ private:
+  std::unique_ptr<ModelSource> source_;
+  EngineOptions options_;
+  int32_t kv_dtype_;
+  Tokenizer tokenizer_;
+  ThreadPool threads_;
+  MemoryPlan plan_;
+  Weights weights_;
+  std::unique_ptr<KvCache> cache_;
+  std::unique_ptr<Decoder> decoder_;
+};
+
+}  // namespace phsa
+
+#endif  // PHSA_ENGINE_ENGINE_H_

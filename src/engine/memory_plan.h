@@ -1,0 +1,27 @@
+// What running a model will take, known before anything is loaded.
+#ifndef PHSA_ENGINE_MEMORY_PLAN_H_
+#define PHSA_ENGINE_MEMORY_PLAN_H_
+
+#include <cstdint>
+#include <string>
+
+namespace phsa {
+
+struct MemoryPlan {
+  uint64_t weights = 0, key_values = 0, representatives = 0, workspace = 0;  // bytes
+  std::string weight_types, kv_type;
+  int32_t context = 0;
+  uint64_t available = 0;  // what the system can give now
+  uint64_t total() const { return weights + key_values + representatives + workspace; }
+  std::string Text() const;  // one line
+};
+
+// Memory that can still be had: the system's, or what is left of the control group's limit where there is one.
+uint64_t AvailableMemory();
+
+// Throws phsa::Error with both numbers where the plan does not fit.
+void CheckFits(const MemoryPlan& plan);
+
+}  // namespace phsa
+
+#endif  // PHSA_ENGINE_MEMORY_PLAN_H_

@@ -1,0 +1,45 @@
+// Choosing the next token from its logits, in transformers' order: repetition penalty, temperature, top-k, top-p,
+// min-p.
+#ifndef PHSA_ENGINE_SAMPLER_H_
+#define PHSA_ENGINE_SAMPLER_H_
+
+#include <cstdint>
+#include <random>
+#include <span>
+#include <vector>
+
+namespace phsa {
+
+struct SamplerSettings {
+  float temperature = 0.8f;      // 0: the most likely token, the lower id where two are equal
+  int32_t top_k = 40;            // 0: all
+  float top_p = 0.95f;           // 1: all
+  float min_p = 0.05f;           // 0: all; a token needs this share of the most likely one's probability
+  float repetition_penalty = 1;  // 1: none; over the prompt and the answer
+  uint64_t seed = 0;
+};
+
+// Throws phsa::Error naming the flag and what it may be.
+void Validate(const SamplerSettings& settings);
+
+class Sampler {
+ public:
+  explicit Sampler(const SamplerSettings& settings);
+  // `seen`: the tokens before this one, for the repetition penalty. Throws phsa::Error where no logit is finite.
+  int32_t Next(std::span<const float> logits, std::span<const int32_t> seen);
+
+ private:
+  SamplerSettings settings_;
+  std::mt19937_64 random_;
+  std::vector<float> logits_;
+  struct Candidate {
+    int32_t id;
+    float logit;
+    double weight;
+  };
+  std::vector<Candidate> candidates_;
+};
+
+}  // namespace phsa
+
+#endif  // PHSA_ENGINE_SAMPLER_H_

@@ -1,0 +1,62 @@
+// One conversation with a model: prompts in, answers out. What the new prompt shares with the text so far is not read
+// again.
+#ifndef PHSA_ENGINE_SESSION_H_
+#define PHSA_ENGINE_SESSION_H_
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/engine.h"
+#include "engine/sampler.h"
+
+namespace phsa {
+
+struct GenerateOptions {
+  int32_t max_tokens = 512;
+  SamplerSettings sampler;
+  std::vector<std::string> stops;
+  bool ignore_eos = false;
+};
+
+struct GenerateCallbacks {
+  std::function<void(std::string_view text)> text;           // as it comes; whole characters
+  std::function<void(int32_t done, int32_t total)> prefill;  // tokens of the prompt
+  std::function<bool()> stop;                                // asked before every step
+};
+
+enum class StopReason : uint8_t { kEndOfText, kStopString, kMaxTokens, kContextFull, kInterrupted };
+const char* Name(StopReason reason);  // "end of text", …
+
+struct GenerateResult {
+  std::string text;
+  std::vector<int32_t> tokens;  // without the end token
+  StopReason reason = StopReason::kEndOfText;
+  int32_t prompt_tokens = 0, reused_tokens = 0;
+  double prefill_seconds = 0, decode_seconds = 0;  // decode: from the first token to the last
+};
+
+class Session {
+ public:
+  explicit Session(Engine& engine) : engine_(engine), sequence_(engine.cache()) {}
+
+  // Refuses, with both numbers, a prompt that leaves no room for a token in the context.
+  GenerateResult Generate(std::span<const int32_t> prompt, const GenerateOptions& options,
+                          const GenerateCallbacks& callbacks);
+  // Reads a text without generating. Returns how many of its tokens were there already; none: stopped.
+  std::optional<int32_t> Prefill(std::span<const int32_t> tokens, const GenerateCallbacks& callbacks,
+                                 const LogitsSink& sink, BatchItem::Logits logits);
+  Sequence& sequence() { return sequence_; }
+
+ private:
+  Engine& engine_;
+  Sequence sequence_;
+};
+
+}  // namespace phsa
+
+#endif  // PHSA_ENGINE_SESSION_H_

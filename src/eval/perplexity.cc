@@ -1,0 +1,33 @@
+#include "eval/perplexity.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "base/errors.h"
+#include "ops/layers.h"
+
+namespace phsa {
+
+double PerplexityResult::perplexity() const { return std::exp(loss); }
+
+PerplexityResult Perplexity(Engine& engine, std::span<const int32_t> tokens, const GenerateCallbacks& callbacks) {
+  PHSA_CHECK(tokens.size() >= 2);
+  const auto start = std::chrono::steady_clock::now();
+  const int32_t vocab = engine.config().vocab_size;
+  Session session(engine);
+  PerplexityResult result;
+  double sum = 0;
+  const LogitsSink sink = [&](int32_t, int32_t row, const float* logits) {
+    result.top_tokens.push_back(static_cast<int32_t>(std::max_element(logits, logits + vocab) - logits));
+    const auto next = static_cast<size_t>(row) + 1;
+    if (next < tokens.size()) sum += LogSumExp(logits, vocab) - static_cast<double>(logits[tokens[next]]);
+  };
+  if (!session.Prefill(tokens, callbacks, sink, BatchItem::Logits::kAll)) return {};
+  result.tokens = static_cast<int32_t>(tokens.size());
+  result.loss = sum / static_cast<double>(tokens.size() - 1);
+  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return result;
+}
+
+}  // namespace phsa

@@ -1,0 +1,101 @@
+#include "io/json.h"
+
+#include <set>
+#include <vector>
+
+#include "base/errors.h"
+#include "base/mapped_file.h"
+#include "io/source.h"
+
+namespace phsa {
+namespace {
+
+constexpr int kMaxDepth = 32;
+
+}  // namespace
+
+Json ReadJsonFile(const std::filesystem::path& path, size_t limit) {
+  const std::string name = path.string();
+  const std::string text = ReadTextFile(path, limit);
+  if (text.empty()) ThrowInvalid("{}: is empty (0 bytes): fetch it again", name);
+  std::vector<std::set<std::string>> keys;
+  const auto watch = [&](int depth, Json::parse_event_t event, Json& parsed) {
+    if (event == Json::parse_event_t::object_start || event == Json::parse_event_t::array_start) {
+      if (depth >= kMaxDepth) ThrowInvalid("{}: is nested deeper than {} levels", name, kMaxDepth);
+    }
+    if (event == Json::parse_event_t::object_start) {
+      keys.emplace_back();
+    } else if (event == Json::parse_event_t::object_end) {
+      keys.pop_back();
+    } else if (event == Json::parse_event_t::key) {
+      const std::string& key = parsed.get_ref<const std::string&>();
+      if (!keys.back().insert(key).second) ThrowInvalid("{}: the key {} is there twice", name, Quoted(key));
+    }
+    return true;
+  };
+  try {
+    Json out = Json::parse(text.begin(), text.end(), watch);
+    if (!out.is_object()) ThrowInvalid("{}: is not a JSON object", name);
+    return out;
+  } catch (const Json::parse_error& error) {
+    ThrowInvalid("{}: is not valid JSON at offset {}", name, error.byte);
+  } catch (const Json::out_of_range&) {
+    ThrowInvalid("{}: holds a number that is too large", name);
+  }
+}
+
+std::string JsonText(const Json& value) {
+  if (value.is_object()) return "an object";
+  if (value.is_array()) return "a list";
+  if (value.is_string()) return Quoted(value.get_ref<const std::string&>());
+  return value.dump();
+}
+
+const Json* JsonFields::Find(const char* key) const {
+  const auto found = object_->find(key);
+  return found == object_->end() || found->is_null() ? nullptr : &*found;
+}
+
+std::optional<int32_t> JsonFields::Int(const char* key, int64_t low, int64_t high) const {
+  const Json* value = Find(key);
+  if (value == nullptr) return std::nullopt;
+  const bool fits = value->is_number_integer() && !(value->is_number_unsigned() && value->get<uint64_t>() > INT64_MAX);
+  if (!fits) ThrowInvalid("{} is {}; allowed: {} to {}", Where(key), JsonText(*value), low, high);
+  return CheckedInt(Where(key), value->get<int64_t>(), low, high);
+}
+
+int32_t JsonFields::RequiredInt(const char* key, int64_t low, int64_t high) const {
+  const std::optional<int32_t> value = Int(key, low, high);
+  if (!value) ThrowInvalid("{} is missing; allowed: {} to {}", Where(key), low, high);
+  return *value;
+}
+
+std::optional<float> JsonFields::Float(const char* key, double low, double high) const {
+  const Json* value = Find(key);
+  if (value == nullptr) return std::nullopt;
+  if (!value->is_number()) ThrowInvalid("{} is {}; allowed: {} to {}", Where(key), JsonText(*value), low, high);
+  return CheckedFloat(Where(key), value->get<double>(), low, high);
+}
+
+std::optional<bool> JsonFields::Bool(const char* key) const {
+  const Json* value = Find(key);
+  if (value == nullptr) return std::nullopt;
+  if (!value->is_boolean()) ThrowInvalid("{} is {}; allowed: true, false", Where(key), JsonText(*value));
+  return value->get<bool>();
+}
+
+std::optional<std::string> JsonFields::String(const char* key) const {
+  const Json* value = Find(key);
+  if (value == nullptr) return std::nullopt;
+  if (!value->is_string()) ThrowInvalid("{} is {}; allowed: a string", Where(key), JsonText(*value));
+  return value->get<std::string>();
+}
+
+std::optional<JsonFields> JsonFields::Object(const char* key) const {
+  const Json* value = Find(key);
+  if (value == nullptr) return std::nullopt;
+  if (!value->is_object()) ThrowInvalid("{} is {}; allowed: an object", Where(key), JsonText(*value));
+  return JsonFields(*value, Where(key));
+}
+
+}  // namespace phsa

@@ -1,0 +1,70 @@
+#include "io/model_source.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+
+#include "base/errors.h"
+#include "io/gguf.h"
+#include "io/source.h"
+
+namespace phsa {
+
+bool IsKnownArchitecture(std::string_view name) { return name == "llama" || name == "qwen2" || name == "qwen3"; }
+
+int32_t CheckedInt(const std::string& where, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high) ThrowInvalid("{} is {}; allowed: {} to {}", where, value, low, high);
+  return static_cast<int32_t>(value);
+}
+
+float CheckedFloat(const std::string& where, double value, double low, double high) {
+  // Written so that NaN fails too.
+  if (!(value >= low && value <= high)) ThrowInvalid("{} is {}; allowed: {} to {}", where, value, low, high);
+  return static_cast<float>(value);
+}
+
+void CheckConfig(const std::string& path, const ModelConfig& config) {
+  if (config.num_q_heads % config.num_kv_heads != 0) {
+    ThrowInvalid("{}: {} query heads cannot share {} KV heads evenly", path, config.num_q_heads, config.num_kv_heads);
+  }
+  if (config.head_dim % 2 != 0) ThrowInvalid("{}: the head size is {}; allowed: even numbers", path, config.head_dim);
+  for (const int32_t id : config.eos_ids) {
+    if (id < 0 || id >= config.vocab_size) {
+      ThrowInvalid("{}: the end token is {}; allowed: 0 to {}", path, id, config.vocab_size - 1);
+    }
+  }
+  const std::vector<float>& factors = config.rope_scaling.frequency_factors;
+  if (!factors.empty() && factors.size() != static_cast<size_t>(config.head_dim / 2)) {
+    ThrowInvalid("{}: rope_freqs.weight has {} elements; allowed for heads of {}: {}", path, factors.size(),
+                 config.head_dim, config.head_dim / 2);
+  }
+  if (!std::all_of(factors.begin(), factors.end(), [](float f) { return std::isfinite(f) && f > 0; })) {
+    ThrowInvalid("{}: rope_freqs.weight holds a number that is not above 0: the file is damaged; fetch it again", path);
+  }
+}
+
+void CheckEmbedding(const ModelSource& source, std::string_view name_in_file) {
+  const Tensor* embedding = source.Find(kEmbeddingName);
+  if (embedding == nullptr) {
+    ThrowInvalid("{}: has no tensor {}: this is not a whole language model", source.path(), name_in_file);
+  }
+  const std::vector<int64_t> wanted = {source.config().vocab_size, source.config().hidden};
+  if (embedding->shape != wanted) {
+    ThrowInvalid("{}: the tensor {} at offset {} has the shape [{}], the configuration says [{}]", embedding->file,
+                 Quoted(embedding->name), embedding->file_offset, fmt::join(embedding->shape, ", "),
+                 fmt::join(wanted, ", "));
+  }
+}
+
+std::unique_ptr<ModelSource> ModelSource::Open(const std::filesystem::path& path) {
+  std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored)) return OpenHuggingFace(path);
+  MappedFile file(path);
+  const std::string extension = path.extension().string();
+  if (!HasGgufMagic(file) && (extension == ".safetensors" || extension == ".json")) {
+    ThrowInvalid("{}: is one file of a Hugging Face model: give the folder that it is in", file.path());
+  }
+  return OpenGguf(std::move(file));
+}
+
+}  // namespace phsa

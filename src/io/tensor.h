@@ -1,0 +1,41 @@
+// A tensor as it lies in a file, and how its elements become numbers.
+#ifndef PHSA_IO_TENSOR_H_
+#define PHSA_IO_TENSOR_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace phsa {
+
+enum class TensorType : uint8_t { kF32, kF16, kBf16, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K };
+
+const char* TensorTypeName(TensorType type);       // "f32" … "q6_k"
+int32_t TensorTypeBlockElements(TensorType type);  // 1, 32 or 256
+size_t TensorTypeBlockBytes(TensorType type);
+
+// A view into a mapped file; valid as long as its ModelSource.
+struct Tensor {
+  std::string name;  // as in the file
+  TensorType type = TensorType::kF32;
+  std::vector<int64_t> shape;  // outermost first: a matrix is [rows, cols]; cols is a whole number of the type's blocks
+  const uint8_t* data = nullptr;  // at any address: a file aligns nothing
+  size_t bytes = 0;
+  uint64_t file_offset = 0;  // for messages
+  const char* file = "";     // path, for messages
+};
+
+// `count` elements (a whole number of blocks) from `data`, bit for bit as the Python package gguf dequantises them.
+void Dequantize(TensorType type, const uint8_t* data, int64_t count, float* out);
+
+// The codes of the 4-bit types, so that repacking rounds nothing: element i of group g = i / 32 is
+// scales[g] · codes[i] + mins[g]. False (and nothing written) for the types that are not 4-bit.
+bool UnpackInt4(TensorType type, const uint8_t* data, int64_t count, uint8_t* codes, float* scales, float* mins);
+
+// Q8_0 likewise: scales[g] · codes[i]. False for all other types.
+bool UnpackInt8(TensorType type, const uint8_t* data, int64_t count, int8_t* codes, float* scales);
+
+}  // namespace phsa
+
+#endif  // PHSA_IO_TENSOR_H_

@@ -1,0 +1,91 @@
+// The decoder: tokens in, logits out. One step takes a batch of sequences, each with a chunk of new tokens: prefill,
+// decode and several users at once are the same thing.
+#ifndef PHSA_MODEL_DECODER_H_
+#define PHSA_MODEL_DECODER_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "model/kv_cache.h"
+#include "model/rope.h"
+#include "model/weights.h"
+#include "phsa/threads.h"
+
+namespace phsa {
+
+// Bytes aligned to 64, without the cost of clearing them.
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(size_t bytes);
+  uint8_t* data() const { return data_.get(); }
+  float* floats() const { return reinterpret_cast<float*>(data_.get()); }
+  size_t size() const { return size_; }
+
+ private:
+  struct Free {
+    void operator()(uint8_t* data) const;
+  };
+  std::unique_ptr<uint8_t[], Free> data_;
+  size_t size_ = 0;
+};
+
+// Seconds spent in the parts of a step, summed over steps.
+struct StepTimes {
+  double products = 0, attention = 0, other = 0;
+};
+
+struct BatchItem {
+  Sequence* sequence = nullptr;
+  std::span<const int32_t> tokens;  // appended to the sequence; at least one
+  enum class Logits : uint8_t { kNone, kLast, kAll } logits = Logits::kLast;
+};
+
+// Logits of row `row` of item `item`, [vocab], valid during the call.
+using LogitsSink = std::function<void(int32_t item, int32_t row, const float* logits)>;
+
+class Decoder {
+ public:
+  // `max_rows`: the most tokens of a step. settings: how each layer reads the cache.
+  Decoder(const ModelConfig& config, const Weights& weights, const LayerSettings& settings, int32_t kv_dtype,
+          int32_t max_rows, ThreadPool& threads);
+
+  // `flags`: whether each token of the vocabulary is punctuation; empty: none is.
+  void SetPunctuation(std::vector<uint8_t> flags) { punctuation_ = std::move(flags); }
+  // Throws phsa::Error where a sequence does not fit into its cache; then no sequence has changed.
+  void Step(std::span<const BatchItem> batch, const LogitsSink& sink);
+
+  int32_t max_rows() const { return max_rows_; }
+  const StepTimes& times() const { return times_; }
+  // Bytes of all buffers that a decoder with these sizes holds, without making one.
+  static uint64_t WorkspaceBytes(const ModelConfig& config, int32_t kv_dtype, int32_t max_rows, int32_t num_threads);
+
+ private:
+  struct Rows;  // the batch of the step, packed
+  void Append(std::span<const BatchItem> batch, Rows& rows);
+  void Embed(const Rows& rows);
+  void Layer(int32_t index, const Rows& rows);
+  void EmitLogits(std::span<const BatchItem> batch, const Rows& rows, const LogitsSink& sink);
+  void Project(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
+               std::span<const LinearOutput> outputs);
+
+  const ModelConfig& config_;
+  const Weights& weights_;
+  LayerSettings settings_;
+  int32_t kv_dtype_, max_rows_;
+  ThreadPool& threads_;
+  RopeFrequencies rope_;
+  std::vector<uint8_t> punctuation_;
+  // [max_rows][…]: the residual stream and its norm (hidden), q/k/v (heads), the MLP's two halves (intermediate).
+  Buffer residual_, normed_, queries_, keys_, values_, gate_, up_, projected_, cos_sin_, logits_;
+  Buffer attention_queries_, attention_out_;  // [max_rows][q heads · head_dim] in the cache's dtype
+  Buffer linear_workspace_, attention_workspace_;
+  StepTimes times_;
+};
+
+}  // namespace phsa
+
+#endif  // PHSA_MODEL_DECODER_H_

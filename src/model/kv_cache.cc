@@ -1,0 +1,139 @@
+#include "model/kv_cache.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "base/dtype.h"
+#include "base/errors.h"
+
+namespace phsa {
+namespace {
+
+size_t Align(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+}  // namespace
+
+int32_t KvTypeFromName(std::string_view name) {
+  for (const int32_t dtype : {PHSA_F32, PHSA_F16, PHSA_BF16}) {
+    if (name == DtypeName(dtype)) return dtype;
+  }
+  ThrowInvalid("--kv-type is {}; allowed: f32, f16, bf16", Quoted(name));
+}
+
+PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings, int32_t kv_dtype)
+    : dtype(kv_dtype), num_layers(config.num_layers), num_kv_heads(config.num_kv_heads), head_dim(config.head_dim) {
+  const size_t element = DtypeSize(dtype);
+  const size_t keys = Align(element * kPageTokens * static_cast<size_t>(num_kv_heads) * static_cast<size_t>(head_dim));
+  page_bytes = Align(kPageTokens);  // flags
+  for (int32_t i = 0; i < num_layers; ++i) {
+    // The attention says how wide representatives are; a plan of one token asks it.
+    PlanDesc desc;
+    desc.settings = settings.ForLayer(i);
+    desc.dtype = dtype;
+    desc.num_q_heads = config.num_q_heads;
+    desc.num_kv_heads = num_kv_heads;
+    desc.head_dim = head_dim;
+    desc.num_seqs = 1;
+    const int32_t one = 1;
+    desc.q_lens = desc.kv_lens = &one;
+    desc.page_size = kPageTokens;
+    const Plan plan(desc);
+    Layer layer;
+    layer.keys = page_bytes;
+    layer.values = layer.keys + keys;
+    layer.representatives = layer.values + keys;
+    page_bytes = layer.representatives;
+    if (plan.SelectionSlots() > 0) {
+      layer.rep_width = plan.RepWidth();
+      layer.rep_rows = kPageTokens / plan.RepStride();
+      const size_t bytes = Align(element * static_cast<size_t>(layer.rep_rows) * static_cast<size_t>(num_kv_heads) *
+                                 static_cast<size_t>(layer.rep_width));
+      page_bytes += bytes;
+      representative_bytes += bytes;
+    }
+    key_value_bytes += 2 * keys;
+    layers.push_back(layer);
+  }
+}
+
+KvCache::KvCache(PageLayout layout, int32_t num_pages) : layout_(std::move(layout)), num_pages_(num_pages) {
+  PHSA_CHECK(num_pages > 0);
+  memory_bytes_ = layout_.page_bytes * static_cast<size_t>(num_pages);
+  void* const memory =
+      mmap(nullptr, memory_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) {
+    Throw(PHSA_OUT_OF_MEMORY, "cannot reserve {} bytes for the KV cache ({}); ask for a smaller context (-c)",
+          memory_bytes_, std::strerror(errno));
+  }
+  madvise(memory, memory_bytes_, MADV_HUGEPAGE);  // only a wish
+  memory_ = static_cast<uint8_t*>(memory);
+  free_.resize(static_cast<size_t>(num_pages));
+  for (int32_t i = 0; i < num_pages; ++i) free_[static_cast<size_t>(i)] = num_pages - 1 - i;
+}
+
+KvCache::~KvCache() { munmap(memory_, memory_bytes_); }
+
+int32_t KvCache::TakePage() {
+  if (free_.empty()) {
+    ThrowInvalid("the KV cache is full ({} tokens); a larger context (-c) has more room",
+                 int64_t{num_pages_} * kPageTokens);
+  }
+  const int32_t page = free_.back();
+  free_.pop_back();
+  return page;
+}
+
+void KvCache::ReturnPage(int32_t page) { free_.push_back(page); }
+
+int64_t KvCache::page_elements() const { return static_cast<int64_t>(layout_.page_bytes / DtypeSize(layout_.dtype)); }
+
+KeyValues KvCache::View(int32_t layer, const int32_t* page_table, int64_t page_table_stride) const {
+  const PageLayout::Layer& at = layout_.layers[static_cast<size_t>(layer)];
+  auto kv = Init<KeyValues>();
+  kv.k = memory_ + at.keys;
+  kv.v = memory_ + at.values;
+  kv.k_token_stride = kv.v_token_stride = layout_.head_dim;
+  kv.k_head_stride = kv.v_head_stride = head_stride();
+  kv.k_page_stride = kv.v_page_stride = page_elements();
+  kv.flags = memory_;
+  kv.flags_page_stride = static_cast<int64_t>(layout_.page_bytes);
+  if (at.rep_width > 0) {
+    kv.reps = memory_ + at.representatives;
+    kv.rep_head_stride = at.rep_width;
+    kv.rep_row_stride = int64_t{layout_.num_kv_heads} * at.rep_width;
+    kv.rep_page_stride = page_elements();
+  }
+  kv.page_table = page_table;
+  kv.page_table_stride = page_table_stride;
+  return kv;
+}
+
+void Sequence::Append(std::span<const int32_t> tokens, std::span<const uint8_t> flags) {
+  PHSA_CHECK(flags.empty() || flags.size() == tokens.size());
+  const size_t needed = (tokens_.size() + tokens.size() + kPageTokens - 1) / kPageTokens;
+  if (needed - pages_.size() > static_cast<size_t>(cache_->free_pages())) {
+    ThrowInvalid("{} more tokens do not fit into the KV cache, which has room for {}; a larger context (-c) has more",
+                 tokens.size(), cache_->free_tokens());
+  }
+  while (pages_.size() < needed) pages_.push_back(cache_->TakePage());
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    const size_t at = tokens_.size() + i;
+    cache_->Flags(pages_[at / kPageTokens])[at % kPageTokens] = flags.empty() ? uint8_t{0} : flags[i];
+  }
+  tokens_.insert(tokens_.end(), tokens.begin(), tokens.end());
+}
+
+void Sequence::Truncate(int32_t length) {
+  PHSA_CHECK(length >= 0 && length <= this->length());
+  tokens_.resize(static_cast<size_t>(length));
+  const size_t needed = (tokens_.size() + kPageTokens - 1) / kPageTokens;
+  while (pages_.size() > needed) {
+    cache_->ReturnPage(pages_.back());
+    pages_.pop_back();
+  }
+}
+
+}  // namespace phsa

@@ -1,0 +1,98 @@
+// The KV cache: pages that hold keys, values, punctuation flags and representatives of their tokens for all layers, so
+// that whatever is done with tokens (append, truncate, later share and save) is done with pages.
+#ifndef PHSA_MODEL_KV_CACHE_H_
+#define PHSA_MODEL_KV_CACHE_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "io/model_source.h"
+#include "phsa/attention.h"
+#include "phsa/settings.h"
+
+namespace phsa {
+
+// Tokens of a page: a whole number of every policy's blocks, small enough that a short answer wastes little.
+inline constexpr int32_t kPageTokens = 128;
+
+int32_t KvTypeFromName(std::string_view name);  // phsa_dtype of f32, f16, bf16; throws phsa::Error
+
+// Where things lie in a page; all in bytes, every part aligned to 64.
+//   [flags: kPageTokens][layer 0: K [kv_head][token][head_dim], V likewise, representatives
+//   [row][kv_head][width]][layer 1] …
+struct PageLayout {
+  PageLayout(const ModelConfig& config, const LayerSettings& settings, int32_t dtype);
+
+  int32_t dtype = PHSA_F32;
+  int32_t num_layers = 0, num_kv_heads = 0, head_dim = 0;
+  struct Layer {
+    size_t keys = 0, values = 0, representatives = 0;  // offsets
+    int32_t rep_width = 0, rep_rows = 0;               // 0: nothing is chosen in this layer
+  };
+  std::vector<Layer> layers;
+  size_t page_bytes = 0;
+  size_t key_value_bytes = 0, representative_bytes = 0;  // of a page, all layers
+};
+
+class KvCache {
+ public:
+  // Address space for `num_pages`; memory is taken as pages are written.
+  KvCache(PageLayout layout, int32_t num_pages);
+  ~KvCache();
+  KvCache(const KvCache&) = delete;
+  KvCache& operator=(const KvCache&) = delete;
+
+  const PageLayout& layout() const { return layout_; }
+  int32_t num_pages() const { return num_pages_; }
+  int32_t free_pages() const { return static_cast<int32_t>(free_.size()); }
+  int64_t free_tokens() const { return int64_t{free_pages()} * kPageTokens; }
+
+  int32_t TakePage();  // throws phsa::Error where none is left
+  void ReturnPage(int32_t page);
+
+  // What the attention of a layer reads; the page tables are the caller's.
+  KeyValues View(int32_t layer, const int32_t* page_table, int64_t page_table_stride) const;
+  // Where token `offset` of `page` lies, in elements from View(layer).k or .v; heads are kPageTokens · head_dim apart.
+  int64_t TokenElement(int32_t page, int32_t offset) const {
+    return page * page_elements() + int64_t{offset} * layout_.head_dim;
+  }
+  int64_t head_stride() const { return int64_t{kPageTokens} * layout_.head_dim; }
+  uint8_t* Flags(int32_t page) const { return memory_ + static_cast<size_t>(page) * layout_.page_bytes; }
+
+ private:
+  int64_t page_elements() const;
+  PageLayout layout_;
+  int32_t num_pages_;
+  uint8_t* memory_ = nullptr;
+  size_t memory_bytes_ = 0;
+  std::vector<int32_t> free_;
+};
+
+// The tokens of one text, and their pages.
+class Sequence {
+ public:
+  explicit Sequence(KvCache& cache) : cache_(&cache) {}
+  ~Sequence() { Truncate(0); }
+  Sequence(const Sequence&) = delete;
+  Sequence& operator=(const Sequence&) = delete;
+
+  int32_t length() const { return static_cast<int32_t>(tokens_.size()); }
+  const std::vector<int32_t>& tokens() const { return tokens_; }
+  const std::vector<int32_t>& pages() const { return pages_; }
+  KvCache& cache() const { return *cache_; }
+
+  // Makes room for these tokens and notes them and their flags; the model writes keys and values.
+  void Append(std::span<const int32_t> tokens, std::span<const uint8_t> flags);
+  void Truncate(int32_t length);
+
+ private:
+  KvCache* cache_;
+  std::vector<int32_t> tokens_, pages_;
+};
+
+}  // namespace phsa
+
+#endif  // PHSA_MODEL_KV_CACHE_H_

@@ -1,0 +1,247 @@
+#include "model/weights.h"
+
+#include <algorithm>
+#include <set>
+
+#include "base/errors.h"
+#include "model/architecture.h"
+
+namespace phsa {
+namespace {
+
+// A tensor that the architecture has, and where it goes.
+struct Place {
+  std::string name;
+  int64_t rows = 0, cols = 0;  // of a matrix; a vector has rows = 0
+  Matrix* matrix = nullptr;
+  Vector* vector = nullptr;
+  bool interleaved_heads = false;  // rows of q and k that GGUF stores for RoPE over neighbours
+};
+
+const Tensor* FindChecked(const ModelSource& source, const std::string& name, int64_t rows, int64_t cols,
+                          Presence presence) {
+  if (presence == Presence::kAbsent) return nullptr;
+  const Tensor* const tensor = source.Find(name);
+  if (tensor == nullptr) {
+    if (presence == Presence::kOptional) return nullptr;
+    ThrowInvalid("{}: the tensor {} is missing; the file is not a whole {} model", source.path(), name,
+                 source.config().architecture);
+  }
+  const std::vector<int64_t> expected = rows > 0 ? std::vector<int64_t>{rows, cols} : std::vector<int64_t>{cols};
+  if (tensor->shape != expected) {
+    ThrowInvalid("{}: tensor {} at offset {} has the shape [{}]; the model's configuration asks for [{}]", tensor->file,
+                 Quoted(tensor->name), tensor->file_offset, fmt::join(tensor->shape, ", "), fmt::join(expected, ", "));
+  }
+  return tensor;
+}
+
+// Every tensor of the model with its place in `weights`, whose layers are made here.
+std::vector<std::pair<const Tensor*, Place>> Places(const ModelSource& source, Weights& weights) {
+  const ModelConfig& config = source.config();
+  const Architecture& architecture = ArchitectureOf(config);
+  std::vector<std::pair<const Tensor*, Place>> places;
+  const auto matrix = [&](const std::string& name, int64_t rows, int64_t cols, Matrix& to, bool interleaved = false) {
+    places.emplace_back(FindChecked(source, name, rows, cols, Presence::kRequired),
+                        Place{name, rows, cols, &to, nullptr, interleaved && config.interleaved_rope_rows});
+  };
+  const auto vector = [&](const std::string& name, int64_t size, Vector& to, Presence presence,
+                          bool interleaved = false) {
+    if (const Tensor* const tensor = FindChecked(source, name, 0, size, presence)) {
+      places.emplace_back(tensor, Place{name, 0, size, nullptr, &to, interleaved && config.interleaved_rope_rows});
+    }
+  };
+  const int64_t hidden = config.hidden, intermediate = config.intermediate;
+  const int64_t q_width = int64_t{config.num_q_heads} * config.head_dim;
+  const int64_t kv_width = int64_t{config.num_kv_heads} * config.head_dim;
+
+  matrix("model.embed_tokens.weight", config.vocab_size, hidden, weights.embedding);
+  weights.layers.resize(static_cast<size_t>(config.num_layers));
+  for (int32_t i = 0; i < config.num_layers; ++i) {
+    LayerWeights& layer = weights.layers[static_cast<size_t>(i)];
+    const std::string at = fmt::format("model.layers.{}.", i);
+    vector(at + "input_layernorm.weight", hidden, layer.attention_norm, Presence::kRequired);
+    matrix(at + "self_attn.q_proj.weight", q_width, hidden, layer.q, true);
+    matrix(at + "self_attn.k_proj.weight", kv_width, hidden, layer.k, true);
+    matrix(at + "self_attn.v_proj.weight", kv_width, hidden, layer.v);
+    vector(at + "self_attn.q_proj.bias", q_width, layer.q_bias, architecture.qkv_bias, true);
+    vector(at + "self_attn.k_proj.bias", kv_width, layer.k_bias, architecture.qkv_bias, true);
+    vector(at + "self_attn.v_proj.bias", kv_width, layer.v_bias, architecture.qkv_bias);
+    vector(at + "self_attn.q_norm.weight", config.head_dim, layer.q_norm, architecture.qk_norm);
+    vector(at + "self_attn.k_norm.weight", config.head_dim, layer.k_norm, architecture.qk_norm);
+    matrix(at + "self_attn.o_proj.weight", hidden, q_width, layer.o);
+    vector(at + "self_attn.o_proj.bias", hidden, layer.o_bias, architecture.output_bias);
+    vector(at + "post_attention_layernorm.weight", hidden, layer.mlp_norm, Presence::kRequired);
+    matrix(at + "mlp.gate_proj.weight", intermediate, hidden, layer.gate);
+    matrix(at + "mlp.up_proj.weight", intermediate, hidden, layer.up);
+    matrix(at + "mlp.down_proj.weight", hidden, intermediate, layer.down);
+    vector(at + "mlp.gate_proj.bias", intermediate, layer.gate_bias, architecture.mlp_bias);
+    vector(at + "mlp.up_proj.bias", intermediate, layer.up_bias, architecture.mlp_bias);
+    vector(at + "mlp.down_proj.bias", hidden, layer.down_bias, architecture.mlp_bias);
+  }
+  vector("model.norm.weight", hidden, weights.final_norm, Presence::kRequired);
+  if (!config.tied_embeddings) matrix("lm_head.weight", config.vocab_size, hidden, weights.lm_head);
+  return places;
+}
+
+// The row of the file that holds our row, where the heads' rows lie for RoPE over neighbours.
+int64_t FileRow(const Place& place, const ModelConfig& config, int64_t row) {
+  if (!place.interleaved_heads) return row;
+  const int64_t half = config.head_dim / 2;
+  const int64_t head = row / config.head_dim, i = row % config.head_dim;
+  return head * config.head_dim + (i < half ? 2 * i : 2 * (i - half) + 1);
+}
+
+void PackRow(const Tensor& tensor, int64_t file_row, int64_t cols, int32_t row, Matrix& matrix,
+             std::vector<float>& values, std::vector<uint8_t>& codes, std::vector<float>& scales) {
+  const auto row_bytes =
+      static_cast<int64_t>(TensorTypeBlockBytes(tensor.type)) * (cols / TensorTypeBlockElements(tensor.type));
+  const uint8_t* const data = tensor.data + file_row * row_bytes;
+  const size_t groups = static_cast<size_t>((cols + kWeightGroup - 1) / kWeightGroup);
+  codes.resize(static_cast<size_t>(cols));
+  scales.resize(2 * groups);
+  if (matrix.type() == WeightType::kInt4) {
+    PHSA_CHECK(UnpackInt4(tensor.type, data, cols, codes.data(), scales.data(), scales.data() + groups));
+    matrix.SetRowInt4(row, codes.data(), scales.data(), scales.data() + groups);
+    return;
+  }
+  auto* const signed_codes = reinterpret_cast<int8_t*>(codes.data());
+  if (matrix.type() == WeightType::kInt8 && UnpackInt8(tensor.type, data, cols, signed_codes, scales.data())) {
+    matrix.SetRowInt8(row, signed_codes, scales.data());
+    return;
+  }
+  values.resize(static_cast<size_t>(cols));
+  Dequantize(tensor.type, data, cols, values.data());
+  matrix.SetRow(row, values.data());
+}
+
+void LoadMatrix(const Tensor& tensor, const Place& place, const ModelConfig& config, WeightsMode mode,
+                ThreadPool& threads) {
+  Matrix& matrix = *place.matrix;
+  matrix = Matrix(PackedType(tensor.type, mode), static_cast<int32_t>(place.rows), static_cast<int32_t>(place.cols));
+  struct Job {
+    const Tensor& tensor;
+    const Place& place;
+    const ModelConfig& config;
+    Matrix& matrix;
+  } job{tensor, place, config, matrix};
+  constexpr int32_t kRows = 8 * kPanelRows;
+  const auto tasks = static_cast<int32_t>((place.rows + kRows - 1) / kRows);
+  threads.Run(
+      tasks,
+      [](void* arg, int32_t task, int32_t) {
+        const Job& work = *static_cast<const Job*>(arg);
+        std::vector<float> values, scales;
+        std::vector<uint8_t> codes;
+        const int64_t end = std::min<int64_t>(work.place.rows, int64_t{task + 1} * kRows);
+        for (int64_t row = int64_t{task} * kRows; row < end; ++row) {
+          PackRow(work.tensor, FileRow(work.place, work.config, row), work.place.cols, static_cast<int32_t>(row),
+                  work.matrix, values, codes, scales);
+        }
+      },
+      &job);
+}
+
+void LoadVector(const Tensor& tensor, const Place& place, const ModelConfig& config) {
+  Vector file(static_cast<size_t>(place.cols));
+  Dequantize(tensor.type, tensor.data, place.cols, file.data());
+  place.vector->resize(file.size());
+  for (int64_t i = 0; i < place.cols; ++i) {
+    (*place.vector)[static_cast<size_t>(i)] = file[static_cast<size_t>(FileRow(place, config, i))];
+  }
+}
+
+void ChooseActivations(WeightsMode mode, Weights& weights) {
+  const ProductSupport fast = FastProducts();
+  const auto set = [&](ActivationType all, ActivationType sensitive) {
+    weights.activations = all;
+    weights.qkv_activations = weights.logits_activations = sensitive;
+  };
+  switch (mode) {
+    case WeightsMode::kF32: return set(ActivationType::kF32, ActivationType::kF32);
+    case WeightsMode::kBf16: return set(ActivationType::kBf16, ActivationType::kBf16);
+    case WeightsMode::kInt8: return set(ActivationType::kInt8, ActivationType::kInt8);
+    case WeightsMode::kAuto:
+      if (fast.bf16) return set(ActivationType::kBf16, ActivationType::kBf16);
+      if (fast.int8) return set(ActivationType::kInt8, ActivationType::kF32);
+      return set(ActivationType::kF32, ActivationType::kF32);
+  }
+}
+
+}  // namespace
+
+WeightsMode WeightsModeFromName(std::string_view name) {
+  if (name == "auto") return WeightsMode::kAuto;
+  if (name == "f32") return WeightsMode::kF32;
+  if (name == "bf16") return WeightsMode::kBf16;
+  if (name == "int8") return WeightsMode::kInt8;
+  ThrowInvalid("--weights is {}; allowed: auto, f32, bf16, int8", Quoted(name));
+}
+
+WeightType PackedType(TensorType file, WeightsMode mode) {
+  if (mode == WeightsMode::kF32) return WeightType::kF32;
+  if (mode == WeightsMode::kBf16) return WeightType::kBf16;
+  switch (file) {
+    case TensorType::kQ4_0:
+    case TensorType::kQ4_1:
+    case TensorType::kQ4_K: return WeightType::kInt4;
+    case TensorType::kQ5_0:
+    case TensorType::kQ5_1:
+    case TensorType::kQ5_K:
+    case TensorType::kQ6_K:
+    case TensorType::kQ8_0: return WeightType::kInt8;
+    case TensorType::kF16:
+    case TensorType::kBf16: return mode == WeightsMode::kInt8 ? WeightType::kInt8 : WeightType::kBf16;
+    case TensorType::kF32:
+      if (mode == WeightsMode::kInt8) return WeightType::kInt8;
+      return FastProducts().bf16 ? WeightType::kBf16 : WeightType::kF32;
+  }
+  PHSA_CHECK(!"tensor type");
+  return WeightType::kF32;
+}
+
+const Architecture& ArchitectureOf(const ModelConfig& config) {
+  for (const Architecture* architecture : {&kLlama, &kQwen2, &kQwen3}) {
+    if (architecture->name == config.architecture) return *architecture;
+  }
+  Throw(PHSA_UNSUPPORTED, "the architecture {} is not supported; supported: llama, qwen2, qwen3",
+        Quoted(config.architecture));
+}
+
+WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode) {
+  Weights weights;
+  WeightsPlan plan;
+  std::set<std::string> types;
+  for (const auto& [tensor, place] : Places(source, weights)) {
+    if (place.vector != nullptr) {
+      plan.bytes += static_cast<uint64_t>(place.cols) * sizeof(float);
+      continue;
+    }
+    const WeightType type = PackedType(tensor->type, mode);
+    types.insert(WeightTypeName(type));
+    plan.bytes += Matrix::Bytes(type, static_cast<int32_t>(place.rows), static_cast<int32_t>(place.cols));
+  }
+  plan.types = fmt::format("{}", fmt::join(types, ", "));
+  return plan;
+}
+
+Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& threads, const LoadProgress& progress) {
+  Weights weights;
+  const auto places = Places(source, weights);
+  ChooseActivations(mode, weights);
+  uint64_t total = 0, done = 0;
+  for (const auto& [tensor, place] : places) total += tensor->bytes;
+  for (const auto& [tensor, place] : places) {
+    if (place.matrix != nullptr) {
+      LoadMatrix(*tensor, place, source.config(), mode, threads);
+    } else {
+      LoadVector(*tensor, place, source.config());
+    }
+    // What was repacked is not read again: without this, file and packed weights would both stay in memory.
+    source.Release(*tensor);
+    done += tensor->bytes;
+    if (!progress(static_cast<double>(done) / static_cast<double>(total))) return {};
+  }
+  return weights;
+}
+
+}  // namespace phsa

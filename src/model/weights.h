@@ -1,0 +1,68 @@
+// The weights of a decoder, packed for this CPU. A reader has the whole model here: shapes beside every name.
+#ifndef PHSA_MODEL_WEIGHTS_H_
+#define PHSA_MODEL_WEIGHTS_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "io/model_source.h"
+#include "ops/linear.h"
+#include "phsa/threads.h"
+
+namespace phsa {
+
+// --weights. auto keeps what the file has: 4-bit weights stay 4-bit, 5- to 8-bit ones become int8, f16 and bf16 become
+// bf16, and multiplies them with the most precise activations that are fast on this CPU. int8 packs everything
+// at 8 bits or less and multiplies integers.
+enum class WeightsMode : uint8_t { kAuto, kF32, kBf16, kInt8 };
+WeightsMode WeightsModeFromName(std::string_view name);
+
+using Vector = std::vector<float>;
+
+struct LayerWeights {
+  Vector attention_norm;          // [hidden]
+  Matrix q, k, v;                 // [heads · head_dim][hidden], [kv_heads · head_dim][hidden] × 2
+  Vector q_bias, k_bias, v_bias;  // empty: none
+  Vector q_norm, k_norm;          // [head_dim] or empty
+  Matrix o;                       // [hidden][heads · head_dim]
+  Vector o_bias;
+  Vector mlp_norm;  // [hidden]
+  Matrix gate, up;  // [intermediate][hidden]
+  Matrix down;      // [hidden][intermediate]
+  Vector gate_bias, up_bias, down_bias;
+};
+
+struct Weights {
+  Matrix embedding;   // [vocab][hidden]
+  Matrix lm_head;     // [vocab][hidden]; no rows: the embedding is used
+  Vector final_norm;  // [hidden]
+  std::vector<LayerWeights> layers;
+  // What activations are rounded to where they meet 4- and 8-bit weights. The q, k, v products and the logits decide
+  // most of the error of int8 activations (SmolLM2: 96.7 % equal top tokens, 97.9 % with these two in f32).
+  ActivationType activations = ActivationType::kF32, qkv_activations = ActivationType::kF32,
+                 logits_activations = ActivationType::kF32;
+
+  const Matrix& logits() const { return lm_head.rows() > 0 ? lm_head : embedding; }
+};
+
+// How a tensor of this type is packed.
+WeightType PackedType(TensorType file, WeightsMode mode);
+
+// Bytes that the packed weights will take, and the words for it ("int4, int8"); reads no data.
+struct WeightsPlan {
+  uint64_t bytes = 0;
+  std::string types;
+};
+WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode);
+
+// Reads and packs everything. Throws phsa::Error for missing tensors and wrong shapes. `progress` gets the share done
+// and returns false to stop: then the result is empty.
+using LoadProgress = std::function<bool(double share)>;
+Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& threads, const LoadProgress& progress);
+
+}  // namespace phsa
+
+#endif  // PHSA_MODEL_WEIGHTS_H_

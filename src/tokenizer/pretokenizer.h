@@ -1,0 +1,45 @@
+// Cuts text into the words that BPE works on: the steps of a tokenizer.json's pre_tokenizer.
+#ifndef PHSA_TOKENIZER_PRETOKENIZER_H_
+#define PHSA_TOKENIZER_PRETOKENIZER_H_
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tokenizer/pattern.h"
+
+namespace phsa {
+
+// What becomes of a match: a piece of its own, dropped, joined with the piece before or after it, or with its
+// neighbours that match too.
+enum class SplitBehavior : uint8_t { kIsolated, kRemoved, kMergedWithPrevious, kMergedWithNext, kContiguous };
+
+class PreTokenizer {
+ public:
+  struct Scratch {
+    Pattern::Scratch pattern;
+    std::vector<TextRange> words, input, matches;
+    std::string text;
+  };
+
+  // A step cuts every piece that the steps before it made. `inverted`: what lies between the matches is the match.
+  void AddSplit(Pattern pattern, SplitBehavior behavior, bool inverted);
+  // A space before each piece that does not begin with one.
+  void AddPrefixSpace();
+
+  // Leaves the words in scratch->words, and returns the text that they are ranges of: `text`, or scratch->text.
+  std::string_view Split(std::string_view text, Scratch* scratch) const;
+
+ private:
+  struct Step {
+    std::vector<Pattern> pattern;  // one, or none: a prefix space
+    SplitBehavior behavior = SplitBehavior::kIsolated;
+    bool inverted = false;
+  };
+  std::vector<Step> steps_;
+};
+
+}  // namespace phsa
+
+#endif  // PHSA_TOKENIZER_PRETOKENIZER_H_

@@ -1,0 +1,206 @@
+#include "tokenizer/tokenizer.h"
+
+#include <algorithm>
+#include <limits>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "base/errors.h"
+#include "tokenizer/normalizer.h"
+#include "tokenizer/tokenizer_parts.h"
+#include "tokenizer/utf8_scan.h"
+#include "tokenizer/word_cache.h"
+
+namespace phsa {
+namespace {
+
+constexpr size_t kLongestText = std::numeric_limits<int32_t>::max();
+
+// Everything that encoding writes to.
+struct Scratch {
+  PreTokenizer::Scratch pre_tokenizer;
+  Bpe::Scratch bpe;
+  WordCache cache;
+  std::vector<AddedTokenFinder::Piece> pieces, normalized_pieces;
+  std::string normalized;
+};
+
+// What a finished call keeps for the next one. Texts much longer than usual give their memory back.
+constexpr size_t kKeptBytes = 1 << 20;
+
+}  // namespace
+
+struct Tokenizer::Impl {
+  explicit Impl(TokenizerParts the_parts);
+
+  void EncodePiece(std::string_view text, bool recognise_special, Scratch* scratch, std::vector<int32_t>* ids) const;
+  void EncodeWords(std::string_view text, bool recognise_special, Scratch* scratch, std::vector<int32_t>* ids) const;
+  std::unique_ptr<Scratch> Borrow() const;
+  void Return(std::unique_ptr<Scratch> scratch) const;
+  void CheckId(int32_t id) const;
+
+  TokenizerParts parts;
+  Bpe bpe;
+  AddedTokenFinder raw_tokens, normalized_tokens;
+  std::vector<uint8_t> special;  // by id
+  bool words_can_be_special = false;
+  std::unordered_map<std::string, int32_t> added_ids;
+
+  // One for each thread that ever encoded at the same time as others.
+  mutable std::mutex mutex;
+  mutable std::vector<std::unique_ptr<Scratch>> idle;
+};
+
+Tokenizer::Impl::Impl(TokenizerParts the_parts) : parts(std::move(the_parts)), bpe(std::move(parts.model)) {
+  special.resize(parts.token_bytes.size());
+  for (const AddedToken& token : parts.added) {
+    if (token.special) special[static_cast<size_t>(token.id)] = 1;
+    added_ids.try_emplace(token.text, token.id);
+    if (token.normalized) {
+      std::string storage;
+      normalized_tokens.Add(token, parts.nfc ? NormalizeNfc(token.text, &storage) : token.text);
+    } else {
+      raw_tokens.Add(token, token.text);
+    }
+  }
+  words_can_be_special = bpe.CanGive(special);
+}
+
+std::unique_ptr<Scratch> Tokenizer::Impl::Borrow() const {
+  {
+    const std::lock_guard lock(mutex);
+    if (!idle.empty()) {
+      std::unique_ptr<Scratch> scratch = std::move(idle.back());
+      idle.pop_back();
+      return scratch;
+    }
+  }
+  return std::make_unique<Scratch>();
+}
+
+void Tokenizer::Impl::Return(std::unique_ptr<Scratch> scratch) const {
+  if (scratch->normalized.capacity() > kKeptBytes) scratch->normalized = {};
+  if (scratch->bpe.symbols.capacity() > kKeptBytes) scratch->bpe = {};
+  if (scratch->pre_tokenizer.words.capacity() * sizeof(TextRange) > kKeptBytes) scratch->pre_tokenizer = {};
+  const std::lock_guard lock(mutex);
+  idle.push_back(std::move(scratch));
+}
+
+void Tokenizer::Impl::CheckId(int32_t id) const {
+  if (id < 0 || static_cast<size_t>(id) >= parts.token_bytes.size()) {
+    ThrowInvalid("tokenizer: there is no token {}; allowed: 0 to {}", id,
+                 static_cast<int64_t>(parts.token_bytes.size()) - 1);
+  }
+}
+
+void Tokenizer::Impl::EncodePiece(std::string_view text, bool recognise_special, Scratch* scratch,
+                                  std::vector<int32_t>* ids) const {
+  if (parts.nfc) text = NormalizeNfc(text, &scratch->normalized);
+  scratch->normalized_pieces.clear();
+  normalized_tokens.Split(text, recognise_special, &scratch->pre_tokenizer.pattern, &scratch->normalized_pieces);
+  for (const AddedTokenFinder::Piece& piece : scratch->normalized_pieces) {
+    if (piece.id >= 0) {
+      ids->push_back(piece.id);
+    } else {
+      EncodeWords(piece.text, recognise_special, scratch, ids);
+    }
+  }
+}
+
+void Tokenizer::Impl::EncodeWords(std::string_view text, bool recognise_special, Scratch* scratch,
+                                  std::vector<int32_t>* ids) const {
+  text = parts.pre_tokenizer.Split(text, &scratch->pre_tokenizer);
+  for (const TextRange& range : scratch->pre_tokenizer.words) {
+    const std::string_view word = text.substr(range.begin, range.end - range.begin);
+    const size_t before = ids->size();
+    const std::span<const int32_t> known = scratch->cache.Find(word);
+    if (!known.empty()) {
+      ids->insert(ids->end(), known.begin(), known.end());
+    } else {
+      bpe.Encode(word, nullptr, &scratch->bpe, ids);
+      scratch->cache.Put(word, std::span(*ids).subspan(before));
+    }
+    // A vocabulary whose merges spell out a control token must not give it to a user's text either.
+    if (words_can_be_special && !recognise_special &&
+        std::any_of(ids->begin() + static_cast<std::ptrdiff_t>(before), ids->end(),
+                    [&](int32_t id) { return special[static_cast<size_t>(id)] != 0; })) {
+      ids->resize(before);
+      bpe.Encode(word, &special, &scratch->bpe, ids);
+    }
+  }
+}
+
+Tokenizer Tokenizer::FromJson(std::string_view json, std::string_view tokenizer_config_json, const std::string& file) {
+  return Tokenizer(std::make_unique<const Impl>(PartsFromJson(json, tokenizer_config_json, file)));
+}
+
+Tokenizer Tokenizer::FromVocabulary(const BpeVocabulary& vocabulary, const std::string& file) {
+  return Tokenizer(std::make_unique<const Impl>(PartsFromVocabulary(vocabulary, file)));
+}
+
+Tokenizer::Tokenizer(std::unique_ptr<const Impl> impl) : impl_(std::move(impl)) {}
+Tokenizer::~Tokenizer() = default;
+Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
+Tokenizer& Tokenizer::operator=(Tokenizer&&) noexcept = default;
+
+std::vector<int32_t> Tokenizer::Encode(std::string_view text, SpecialTokens special) const {
+  if (text.size() > kLongestText) {
+    ThrowInvalid("tokenizer: the text has {} bytes; allowed at once: {}", text.size(), kLongestText);
+  }
+  if (const size_t bad = FirstInvalidUtf8(text); bad < text.size()) {
+    ThrowInvalid("tokenizer: the text is not UTF-8: byte {} is 0x{:02x}; convert it first", bad,
+                 static_cast<uint8_t>(text[bad]));
+  }
+  const bool recognise = special == SpecialTokens::kRecognise;
+  std::vector<int32_t> ids;
+  // A call that throws does not give it back: what it left there is not known.
+  std::unique_ptr<Scratch> scratch = impl_->Borrow();
+  scratch->pieces.clear();
+  impl_->raw_tokens.Split(text, recognise, &scratch->pre_tokenizer.pattern, &scratch->pieces);
+  for (const AddedTokenFinder::Piece& piece : scratch->pieces) {
+    if (piece.id >= 0) {
+      ids.push_back(piece.id);
+    } else {
+      impl_->EncodePiece(piece.text, recognise, scratch.get(), &ids);
+    }
+  }
+  impl_->Return(std::move(scratch));
+  return ids;
+}
+
+std::string Tokenizer::Decode(std::span<const int32_t> ids, bool skip_special) const {
+  std::string bytes;
+  for (const int32_t id : ids) {
+    impl_->CheckId(id);
+    if (skip_special && IsSpecial(id)) continue;
+    bytes += impl_->parts.token_bytes[static_cast<size_t>(id)];
+  }
+  std::string out;
+  out.reserve(bytes.size());
+  if (AppendValidUtf8(bytes, &out) > 0) out += kReplacementCharacter;
+  return out;
+}
+
+int32_t Tokenizer::vocab_size() const { return static_cast<int32_t>(impl_->parts.token_bytes.size()); }
+
+std::string_view Tokenizer::TokenBytes(int32_t id) const {
+  impl_->CheckId(id);
+  return impl_->parts.token_bytes[static_cast<size_t>(id)];
+}
+
+bool Tokenizer::IsSpecial(int32_t id) const {
+  impl_->CheckId(id);
+  return impl_->special[static_cast<size_t>(id)] != 0;
+}
+
+int32_t Tokenizer::TokenId(std::string_view added_token) const {
+  const auto found = impl_->added_ids.find(std::string(added_token));
+  return found == impl_->added_ids.end() ? -1 : found->second;
+}
+
+int32_t Tokenizer::bos() const { return impl_->parts.bos; }
+int32_t Tokenizer::eos() const { return impl_->parts.eos; }
+bool Tokenizer::add_bos() const { return impl_->parts.add_bos; }
+
+}  // namespace phsa

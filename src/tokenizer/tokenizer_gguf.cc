@@ -1,0 +1,129 @@
+// A tokenizer from what a GGUF file says: the vocabulary itself, and the name of the way text is cut into words.
+#include <algorithm>
+#include <array>
+#include <unordered_map>
+
+#include "base/errors.h"
+#include "tokenizer/byte_alphabet.h"
+#include "tokenizer/tokenizer_parts.h"
+#include "tokenizer/unicode_sets.h"
+
+namespace phsa {
+namespace {
+
+constexpr int32_t kNormal = 1, kControl = 3, kUserDefined = 4;
+
+// How the original tokenizer.json of the models that bear this name cuts text.
+struct PreTokenization {
+  std::string_view name;
+  bool nfc;
+  bool single_digits;  // a step of its own, before the patterns
+  std::array<std::string_view, 3> patterns;
+  bool whole_words;  // ignore_merges
+};
+
+constexpr std::string_view kQwen2 =
+    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+constexpr std::string_view kLlama3 =
+    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|)"
+    R"(\s+(?!\S)|\s+)";
+constexpr std::string_view kDeepSeek3 =
+    R"([!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|)"
+    R"(\s*[\r\n]+|\s+(?!\S)|\s+)";
+
+constexpr PreTokenization kKnown[] = {
+    {"gpt-2", false, false, {kGpt2Pattern}, false},
+    {"smollm", false, true, {kGpt2Pattern}, false},
+    {"starcoder", false, true, {kGpt2Pattern}, false},
+    {"qwen2", true, false, {kQwen2}, false},
+    {"deepseek-r1-qwen", true, false, {kQwen2}, false},
+    {"llama-bpe", false, false, {kLlama3}, true},
+    {"llama3", false, false, {kLlama3}, true},
+    {"llama-v3", false, false, {kLlama3}, true},
+    {"deepseek-v3", false, false, {R"(\p{N}{1,3})", "[一-龥぀-ゟ゠-ヿ]+", kDeepSeek3}, false},
+};
+
+const PreTokenization& FindPreTokenization(const std::string& name, const std::string& file) {
+  std::string names;
+  for (const PreTokenization& known : kKnown) {
+    if (known.name == name) return known;
+    names += names.empty() ? "" : ", ";
+    names += known.name;
+  }
+  ThrowInvalid("{}: tokenizer.ggml.pre is {}; known: {}", file, Quoted(name), names);
+}
+
+}  // namespace
+
+TokenizerParts PartsFromVocabulary(const BpeVocabulary& vocabulary, const std::string& file) {
+  if (vocabulary.model != "gpt2") {
+    ThrowInvalid("{}: tokenizer.ggml.model is {}; allowed: gpt2, which is byte-level BPE", file,
+                 Quoted(vocabulary.model));
+  }
+  const PreTokenization& pre = FindPreTokenization(vocabulary.pre, file);
+  const size_t size = vocabulary.tokens.size();
+  if (size == 0) ThrowInvalid("{}: tokenizer.ggml.tokens is empty", file);
+  if (!vocabulary.token_types.empty() && vocabulary.token_types.size() != size) {
+    ThrowInvalid("{}: tokenizer.ggml.token_type has {} entries; allowed: {}, one per token", file,
+                 vocabulary.token_types.size(), size);
+  }
+
+  TokenizerParts parts;
+  parts.token_bytes.resize(size);
+  parts.model.byte_ids.fill(-1);
+  std::unordered_map<std::string_view, int32_t> ids;  // what merges may name
+  for (size_t i = 0; i < size; ++i) {
+    const std::string& token = vocabulary.tokens[i];
+    const auto id = static_cast<int32_t>(i);
+    const int32_t type = vocabulary.token_types.empty() ? kNormal : vocabulary.token_types[i];
+    if (type == kControl || type == kUserDefined) {
+      parts.token_bytes[i] = token;
+      AddedToken& added = parts.added.emplace_back();
+      added.id = id;
+      added.text = token;
+      added.special = type == kControl;
+      continue;
+    }
+    std::optional<std::string> bytes = BytesOfAlphabet(token);
+    parts.token_bytes[i] = bytes ? *bytes : token;
+    if (type != kNormal || !bytes || bytes->empty()) continue;
+    ids[token] = id;
+    if (bytes->size() == 1) parts.model.byte_ids[static_cast<uint8_t>(bytes->front())] = id;
+    if (pre.whole_words) parts.model.whole_words[*bytes] = id;
+  }
+
+  parts.model.merges.reserve(vocabulary.merges.size());
+  for (const std::string& merge : vocabulary.merges) {
+    const size_t number = parts.model.merges.size();
+    const size_t space = merge.find(' ');
+    if (space == std::string::npos) {
+      ThrowInvalid("{}: tokenizer.ggml.merges[{}] is {}; allowed: two tokens with a space between", file, number,
+                   Quoted(merge));
+    }
+    const auto id = [&](const std::string& token) {
+      const auto found = ids.find(token);
+      if (found == ids.end()) {
+        ThrowInvalid("{}: tokenizer.ggml.merges[{}] needs the token {}, which is not in the vocabulary", file, number,
+                     Quoted(token));
+      }
+      return found->second;
+    };
+    const std::string left = merge.substr(0, space), right = merge.substr(space + 1);
+    parts.model.merges.push_back({id(left), id(right), id(left + right)});
+  }
+
+  parts.nfc = pre.nfc;
+  if (pre.single_digits) {
+    parts.pre_tokenizer.AddSplit(Pattern::OneOf(RustNumeric()), SplitBehavior::kIsolated, false);
+  }
+  for (const std::string_view pattern : pre.patterns) {
+    if (!pattern.empty()) parts.pre_tokenizer.AddSplit(Pattern(pattern, file), SplitBehavior::kIsolated, false);
+  }
+  const auto in_range = [&](int32_t id) { return id >= 0 && static_cast<size_t>(id) < size ? id : -1; };
+  parts.bos = in_range(vocabulary.bos);
+  parts.eos = in_range(vocabulary.eos);
+  parts.add_bos = vocabulary.add_bos && parts.bos >= 0;
+  return parts;
+}
+
+}  // namespace phsa

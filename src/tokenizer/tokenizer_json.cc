@@ -1,0 +1,340 @@
+// Reads a tokenizer.json of the Python package tokenizers. What it asks for and we do not do is refused by its name.
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
+
+#include "base/errors.h"
+#include "tokenizer/byte_alphabet.h"
+#include "tokenizer/tokenizer_parts.h"
+#include "tokenizer/unicode_sets.h"
+#include "tokenizer/utf8_scan.h"
+
+namespace phsa {
+namespace {
+
+using Json = nlohmann::json;
+
+// Ids may leave gaps, but a few bytes of file must not ask for gigabytes of table.
+constexpr size_t kMostGaps = 65536;
+constexpr int kDeepestSequence = 8;
+
+class Reader {
+ public:
+  explicit Reader(const std::string& file) : file_(file) {}
+
+  TokenizerParts Read(std::string_view json, std::string_view config) {
+    const Json root = Parse(json, file_);
+    const Json& model = Member(root, "", "model");
+    ReadModel(model);
+    ReadAddedTokens(root);
+    FinishModel(model);
+    if (const Json* normalizer = Find(root, "normalizer")) ReadNormalizer(*normalizer, "normalizer", 0);
+    const Json& pre_tokenizer = Member(root, "", "pre_tokenizer");
+    ReadPreTokenizer(pre_tokenizer, "pre_tokenizer", 0);
+    if (!byte_level_) Refuse("pre_tokenizer", "has no ByteLevel; only byte-level BPE is supported");
+    if (const Json* decoder = Find(root, "decoder")) CheckDecoder(*decoder, "decoder", 0);
+    if (const Json* processor = Find(root, "post_processor")) ReadPostProcessor(*processor, "post_processor", 0);
+    if (!config.empty()) ReadConfig(config);
+    return std::move(parts_);
+  }
+
+ private:
+  template <class... Args>
+  [[noreturn]] void Refuse(std::string_view where, fmt::format_string<Args...> format, Args&&... args) const {
+    ThrowInvalid("{}: {} {}", file_, where, fmt::format(format, std::forward<Args>(args)...));
+  }
+
+  static Json Parse(std::string_view text, const std::string& file) {
+    try {
+      return Json::parse(text);
+    } catch (const Json::parse_error& error) {
+      ThrowInvalid("{}: not JSON: wrong at byte {}", file, error.byte);
+    }
+  }
+
+  // A member that is there and not null.
+  static const Json* Find(const Json& object, const char* name) {
+    const auto found = object.find(name);
+    return found == object.end() || found->is_null() ? nullptr : &*found;
+  }
+
+  const Json& Member(const Json& object, std::string_view where, const char* name) const {
+    if (!object.is_object()) Refuse(where.empty() ? "the file" : where, "is not an object");
+    const Json* member = Find(object, name);
+    if (member == nullptr) Refuse(where.empty() ? "the file" : where, "has no \"{}\"", name);
+    return *member;
+  }
+
+  bool Flag(const Json& object, std::string_view where, const char* name, bool otherwise) const {
+    const Json* flag = Find(object, name);
+    if (flag == nullptr) return otherwise;
+    if (!flag->is_boolean()) Refuse(where, "has \"{}\" that is neither true nor false", name);
+    return flag->get<bool>();
+  }
+
+  const std::string& Text(const Json& object, std::string_view where, const char* name) const {
+    const Json& text = Member(object, where, name);
+    if (!text.is_string()) Refuse(where, "has \"{}\" that is not a string", name);
+    return text.get_ref<const std::string&>();
+  }
+
+  int32_t Id(const Json& value, std::string_view token, size_t most) const {
+    if (!value.is_number_unsigned() || value.get<uint64_t>() >= most) {
+      Refuse("the vocabulary", "gives {} the id {}; allowed: 0 to {}", Quoted(token), Quoted(value.dump()), most - 1);
+    }
+    return static_cast<int32_t>(value.get<uint64_t>());
+  }
+
+  // The places of a sequence's steps, one after the other.
+  template <class Visit>
+  void ForEachStep(const Json& sequence, const std::string& where, const char* name, int depth, Visit&& visit) const {
+    const Json& steps = Member(sequence, where, name);
+    if (!steps.is_array()) Refuse(where, "has \"{}\" that is not a list", name);
+    if (depth > kDeepestSequence) Refuse(where, "has sequences nested too deep");
+    for (size_t i = 0; i < steps.size(); ++i) visit(steps[i], fmt::format("{}[{}]", where, i));
+  }
+
+  void ReadModel(const Json& model) {
+    const Json& vocabulary = Member(model, "model", "vocab");
+    if (const Json* type = Find(model, "type"); type != nullptr && *type != "BPE") {
+      Refuse("model", "is of type {}; allowed: BPE", Quoted(type->dump()));
+    }
+    if (!vocabulary.is_object() || vocabulary.empty()) Refuse("model", "has a \"vocab\" without tokens");
+    most_ids_ = vocabulary.size() + kMostGaps;
+    for (const auto& [token, value] : vocabulary.items()) {
+      const int32_t id = Id(value, token, most_ids_);
+      if (!ids_.try_emplace(token, id).second) continue;
+      Name(id, token);
+    }
+    for (const char* name : {"continuing_subword_prefix", "end_of_word_suffix"}) {
+      const Json* affix = Find(model, name);
+      if (affix != nullptr && *affix != "") Refuse("model", "has a {}, which is not supported", name);
+    }
+    const Json* dropout = Find(model, "dropout");
+    if (dropout != nullptr && *dropout != 0) Refuse("model", "has a dropout: its ids would be random");
+  }
+
+  // The token of an id; `names_` keeps the texts as the file has them.
+  void Name(int32_t id, const std::string& token) {
+    const auto index = static_cast<size_t>(id);
+    if (names_.size() <= index) names_.resize(index + 1);
+    if (names_[index] && *names_[index] != token) {
+      Refuse("the vocabulary", "gives the id {} to {} and to {}", id, Quoted(*names_[index]), Quoted(token));
+    }
+    names_[index] = token;
+  }
+
+  void ReadAddedTokens(const Json& root) {
+    const Json* tokens = Find(root, "added_tokens");
+    if (tokens == nullptr) return;
+    if (!tokens->is_array()) Refuse("added_tokens", "is not a list");
+    most_ids_ += tokens->size();
+    for (const Json& token : *tokens) {
+      const std::string where = fmt::format("added_tokens[{}]", parts_.added.size());
+      AddedToken added;
+      added.text = Text(token, where, "content");
+      added.id = Id(Member(token, where, "id"), added.text, most_ids_);
+      added.special = Flag(token, where, "special", false);
+      added.normalized = Flag(token, where, "normalized", !added.special);
+      added.single_word = Flag(token, where, "single_word", false);
+      added.left_strip = Flag(token, where, "lstrip", false);
+      added.right_strip = Flag(token, where, "rstrip", false);
+      Name(added.id, added.text);
+      parts_.added.push_back(std::move(added));
+    }
+  }
+
+  // What needs all tokens: their bytes, the merges, the unknown token.
+  void FinishModel(const Json& model) {
+    parts_.token_bytes.resize(names_.size());
+    for (size_t id = 0; id < names_.size(); ++id) {
+      if (names_[id]) parts_.token_bytes[id] = BytesOfAlphabet(*names_[id]).value_or(*names_[id]);
+    }
+    for (const AddedToken& token : parts_.added) parts_.token_bytes[static_cast<size_t>(token.id)] = token.text;
+
+    parts_.model.byte_ids.fill(-1);
+    const bool whole_words = Flag(model, "model", "ignore_merges", false);
+    for (const auto& [token, id] : ids_) {
+      std::optional<std::string> bytes = BytesOfAlphabet(token);
+      if (!bytes || bytes->empty()) continue;
+      if (bytes->size() == 1) parts_.model.byte_ids[static_cast<uint8_t>(bytes->front())] = id;
+      if (whole_words) parts_.model.whole_words.emplace(std::move(*bytes), id);
+    }
+    if (const Json* unknown = Find(model, "unk_token")) {
+      const auto found = unknown->is_string() ? ids_.find(unknown->get_ref<const std::string&>()) : ids_.end();
+      if (found == ids_.end()) Refuse("model", "has an unk_token that is not in its vocabulary");
+      parts_.model.unknown = found->second;
+    }
+    parts_.model.fuse_unknown = Flag(model, "model", "fuse_unk", false);
+    const auto& byte_ids = parts_.model.byte_ids;
+    if (Flag(model, "model", "byte_fallback", false) &&
+        std::find(byte_ids.begin(), byte_ids.end(), -1) != byte_ids.end()) {
+      Refuse("model", "has byte_fallback and lacks tokens for single bytes, which is not supported");
+    }
+    ReadMerges(Member(model, "model", "merges"));
+  }
+
+  void ReadMerges(const Json& merges) {
+    if (!merges.is_array()) Refuse("model", "has \"merges\" that is not a list");
+    parts_.model.merges.reserve(merges.size());
+    for (const Json& merge : merges) {
+      const size_t number = parts_.model.merges.size();
+      std::string_view left, right;
+      if (merge.is_string()) {
+        const std::string_view line = merge.get_ref<const std::string&>();
+        if (line.starts_with("#version")) continue;
+        const size_t space = line.find(' ');
+        if (space != std::string_view::npos) {
+          left = line.substr(0, space);
+          right = line.substr(space + 1);
+        }
+      } else if (merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string()) {
+        left = merge[0].get_ref<const std::string&>();
+        right = merge[1].get_ref<const std::string&>();
+      }
+      if (left.empty() || right.empty()) Refuse("model", "has a merge, number {}, that is not two tokens", number);
+      const auto id = [&](const std::string& token) {
+        const auto found = ids_.find(token);
+        if (found == ids_.end()) Refuse("model", "has no token {} for merge {}", Quoted(token), number);
+        return found->second;
+      };
+      const std::string left_token(left), right_token(right);
+      parts_.model.merges.push_back({id(left_token), id(right_token), id(left_token + right_token)});
+    }
+  }
+
+  void ReadNormalizer(const Json& normalizer, const std::string& where, int depth) {
+    const std::string& type = Text(normalizer, where, "type");
+    if (type == "NFC") {
+      parts_.nfc = true;
+    } else if (type == "Sequence") {
+      ForEachStep(normalizer, where, "normalizers", depth,
+                  [&](const Json& step, const std::string& place) { ReadNormalizer(step, place, depth + 1); });
+    } else {
+      Refuse(where, "is {}; allowed: NFC, or a Sequence of it", Quoted(type));
+    }
+  }
+
+  void ReadPreTokenizer(const Json& step, const std::string& where, int depth) {
+    const std::string& type = Text(step, where, "type");
+    if (byte_level_) Refuse(where, "comes after ByteLevel, which is not supported");
+    PreTokenizer& out = parts_.pre_tokenizer;
+    if (type == "Sequence") {
+      ForEachStep(step, where, "pretokenizers", depth,
+                  [&](const Json& inner, const std::string& place) { ReadPreTokenizer(inner, place, depth + 1); });
+    } else if (type == "ByteLevel") {
+      if (Flag(step, where, "add_prefix_space", true)) out.AddPrefixSpace();
+      if (Flag(step, where, "use_regex", true)) {
+        out.AddSplit(Pattern(kGpt2Pattern, where), SplitBehavior::kIsolated, false);
+      }
+      byte_level_ = true;
+    } else if (type == "Digits") {
+      const bool each = Flag(step, where, "individual_digits", false);
+      out.AddSplit(Pattern::OneOf(RustNumeric()), each ? SplitBehavior::kIsolated : SplitBehavior::kContiguous, false);
+    } else if (type == "Split") {
+      const SplitBehavior behavior = Behavior(Text(step, where, "behavior"), where);
+      out.AddSplit(SplitPattern(Member(step, where, "pattern"), where), behavior, Flag(step, where, "invert", false));
+    } else {
+      Refuse(where, "is {}; allowed: ByteLevel, Split, Digits, or a Sequence of them", Quoted(type));
+    }
+  }
+
+  Pattern SplitPattern(const Json& pattern, const std::string& where) const {
+    if (pattern.is_object() && pattern.size() == 1) {
+      const std::string place = file_ + ": " + where;
+      if (pattern.contains("Regex")) return Pattern(Text(pattern, where, "Regex"), place);
+      if (pattern.contains("String")) {
+        std::string escaped;
+        for (const char c : Text(pattern, where, "String")) {
+          if (std::string_view("\\|.*?+(){}[]^$-#").find(c) != std::string_view::npos) escaped += '\\';
+          escaped += c;
+        }
+        return Pattern(escaped, place);
+      }
+    }
+    Refuse(where, "has a pattern that is neither a Regex nor a String");
+  }
+
+  SplitBehavior Behavior(const std::string& name, const std::string& where) const {
+    constexpr std::pair<std::string_view, SplitBehavior> kNames[] = {
+        {"Isolated", SplitBehavior::kIsolated},
+        {"Removed", SplitBehavior::kRemoved},
+        {"MergedWithPrevious", SplitBehavior::kMergedWithPrevious},
+        {"MergedWithNext", SplitBehavior::kMergedWithNext},
+        {"Contiguous", SplitBehavior::kContiguous},
+    };
+    for (const auto& [known, behavior] : kNames) {
+      if (name == known) return behavior;
+    }
+    Refuse(where, "has the behavior {}; allowed: Isolated, Removed, MergedWithPrevious, MergedWithNext, Contiguous",
+           Quoted(name));
+  }
+
+  void CheckDecoder(const Json& decoder, const std::string& where, int depth) const {
+    const std::string& type = Text(decoder, where, "type");
+    if (type == "Sequence") {
+      ForEachStep(decoder, where, "decoders", depth,
+                  [&](const Json& step, const std::string& place) { CheckDecoder(step, place, depth + 1); });
+    } else if (type != "ByteLevel" && type != "Fuse") {
+      Refuse(where, "is {}; allowed: ByteLevel", Quoted(type));
+    }
+  }
+
+  // A template whose text begins with a special token adds it before every text.
+  void ReadPostProcessor(const Json& processor, const std::string& where, int depth) {
+    const std::string& type = Text(processor, where, "type");
+    if (type == "Sequence") {
+      ForEachStep(processor, where, "processors", depth,
+                  [&](const Json& step, const std::string& place) { ReadPostProcessor(step, place, depth + 1); });
+      return;
+    }
+    if (type != "TemplateProcessing") return;
+    const Json& single = Member(processor, where, "single");
+    if (!single.is_array() || single.empty() || !single[0].is_object()) return;
+    const Json* token = Find(single[0], "SpecialToken");
+    if (token == nullptr) return;
+    parts_.bos = AddedId(Text(*token, where, "id"));
+    parts_.add_bos = parts_.bos >= 0;
+  }
+
+  int32_t AddedId(std::string_view text) const {
+    const auto found = std::find_if(parts_.added.begin(), parts_.added.end(),
+                                    [&](const AddedToken& token) { return token.text == text; });
+    return found == parts_.added.end() ? -1 : found->id;
+  }
+
+  void ReadConfig(std::string_view text) {
+    const Json config = Parse(text, "tokenizer_config.json");
+    if (!config.is_object()) ThrowInvalid("tokenizer_config.json: not an object");
+    // A token is its text, or an object with its text in "content".
+    const auto token = [&](const char* name, int32_t otherwise) {
+      const Json* value = Find(config, name);
+      if (value != nullptr && value->is_object()) value = Find(*value, "content");
+      if (value == nullptr || !value->is_string()) return otherwise;
+      const std::string& content = value->get_ref<const std::string&>();
+      const int32_t added = AddedId(content);
+      if (added >= 0) return added;
+      const auto found = ids_.find(content);
+      return found == ids_.end() ? otherwise : found->second;
+    };
+    parts_.bos = token("bos_token", parts_.bos);
+    parts_.eos = token("eos_token", parts_.eos);
+    parts_.add_bos = Flag(config, "tokenizer_config.json", "add_bos_token", parts_.add_bos) && parts_.bos >= 0;
+  }
+
+  const std::string& file_;
+  TokenizerParts parts_;
+  std::unordered_map<std::string, int32_t> ids_;  // the model's tokens
+  std::vector<std::optional<std::string>> names_;
+  size_t most_ids_ = 0;
+  bool byte_level_ = false;
+};
+
+}  // namespace
+
+TokenizerParts PartsFromJson(std::string_view json, std::string_view tokenizer_config_json, const std::string& file) {
+  return Reader(file).Read(json, tokenizer_config_json);
+}
+
+}  // namespace phsa

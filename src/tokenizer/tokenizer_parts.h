@@ -1,0 +1,36 @@
+// What a tokenizer is made of, however its file says it.
+#ifndef PHSA_TOKENIZER_TOKENIZER_PARTS_H_
+#define PHSA_TOKENIZER_TOKENIZER_PARTS_H_
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tokenizer/added_tokens.h"
+#include "tokenizer/bpe.h"
+#include "tokenizer/pretokenizer.h"
+#include "tokenizer/tokenizer.h"
+
+namespace phsa {
+
+struct TokenizerParts {
+  std::vector<std::string> token_bytes;  // by id; empty for an id that no token has
+  std::vector<AddedToken> added;
+  BpeModel model;
+  bool nfc = false;
+  PreTokenizer pre_tokenizer;
+  int32_t bos = -1, eos = -1;
+  bool add_bos = false;
+};
+
+TokenizerParts PartsFromJson(std::string_view json, std::string_view tokenizer_config_json, const std::string& file);
+TokenizerParts PartsFromVocabulary(const BpeVocabulary& vocabulary, const std::string& file);
+
+// The words of GPT-2: what the pre-tokenizer ByteLevel cuts with.
+inline constexpr std::string_view kGpt2Pattern =
+    R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
+
+}  // namespace phsa
+
+#endif  // PHSA_TOKENIZER_TOKENIZER_PARTS_H_

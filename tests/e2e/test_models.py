@@ -1,0 +1,148 @@
+"""Small random models of every architecture: our logits are transformers' logits."""
+
+import json
+import subprocess
+
+import numpy as np
+import pytest
+from conftest import BIN
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 512
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+# name: architecture, changes of the configuration, largest shard
+CASES = {
+    "llama": ("Llama", {}, None),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}, None),
+    "llama-sharded": ("Llama", {}, "200KB"),
+    "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}, None),
+    "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}, None),
+    "llama-linear": ("Llama", {"rope_parameters": LINEAR}, None),
+    "llama-heads": ("Llama", {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 1}, None),
+    "qwen2": ("Qwen2", {}, None),
+    "qwen2-tied-sharded": ("Qwen2", {"tie_word_embeddings": True}, "200KB"),
+    "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN}, None),
+    "qwen2-yarn-factor": ("Qwen2", {"rope_parameters": {**YARN, "attention_factor": 1.3}}, None),
+    "qwen3": ("Qwen3", {"head_dim": 128}, None),
+    "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 64}, None),
+    "qwen3-yarn-sharded": ("Qwen3", {"rope_parameters": YARN, "head_dim": 64}, "200KB"),
+    "qwen3-odd": ("Qwen3", {"hidden_size": 120, "intermediate_size": 200, "head_dim": 64, "vocab_size": 509}, None),
+}
+
+
+def make_model(name, folder, dtype=torch.float32):
+    architecture, changes, shard = CASES[name]
+    config = getattr(transformers, architecture + "Config")(
+        **{
+            "vocab_size": VOCAB,
+            "hidden_size": 128,
+            "intermediate_size": 352,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-6,
+            **changes,
+        }
+    )
+    torch.manual_seed(sum(map(ord, name)))
+    model = getattr(transformers, architecture + "ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            # Wide enough that attention is far from uniform and every norm and bias counts.
+            scale = 0.3 if "norm" in parameter_name or "bias" in parameter_name else 0.12
+            offset = 1.0 if "norm" in parameter_name else 0.0
+            parameter.copy_(torch.randn_like(parameter) * scale + offset)
+    model = model.to(dtype)
+    model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
+    return model
+
+
+def our_logits(folder, ids, weights="f32", kv_type="f32", chunk=64, threads=2):
+    done = subprocess.run(
+        [BIN / "logits_of", folder, weights, kv_type, str(chunk), str(threads)],
+        input=" ".join(map(str, ids)).encode(),
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return np.frombuffer(done.stdout, np.float32).reshape(len(ids), -1)
+
+
+def relative_error(ours, theirs):
+    return np.abs(ours - theirs).max() / np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_those_of_transformers(name, tmp_path):
+    model = make_model(name, tmp_path)
+    if CASES[name][2]:
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1, "the case must be sharded"
+    ids = torch.randint(0, model.config.vocab_size, (1, 300), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        theirs = model(ids).logits[0].numpy()
+    ours = our_logits(tmp_path, ids[0].tolist())
+    assert relative_error(ours, theirs) <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_files_are_read(dtype, tmp_path):
+    make_model("qwen3", tmp_path, dtype)
+    # Read again: casting a model casts its RoPE frequencies too.
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ids = torch.randint(0, VOCAB, (1, 100), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        theirs = model(ids).logits[0].numpy()
+    assert relative_error(our_logits(tmp_path, ids[0].tolist()), theirs) <= 1e-4
+
+
+@pytest.mark.parametrize("weights, bound", [("bf16", 0.05), ("int8", 0.15), ("auto", 0.05)])
+def test_packed_weights_stay_close(weights, bound, tmp_path):
+    model = make_model("llama", tmp_path)
+    ids = torch.randint(0, VOCAB, (1, 200), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        theirs = model(ids).logits[0].numpy()
+    assert relative_error(our_logits(tmp_path, ids[0].tolist(), weights), theirs) <= bound
+
+
+@pytest.mark.parametrize("weights, kv_type", [("f32", "f32"), ("bf16", "bf16"), ("int8", "f16")])
+def test_chunks_and_threads_change_no_bit(weights, kv_type, tmp_path):
+    make_model("qwen3", tmp_path)
+    ids = np.random.default_rng(4).integers(0, VOCAB, 150).tolist()
+    whole = our_logits(tmp_path, ids, weights, kv_type, chunk=150, threads=1)
+    for chunk, threads in [(1, 1), (7, 2), (64, 3)]:
+        assert np.array_equal(our_logits(tmp_path, ids, weights, kv_type, chunk, threads), whole), (chunk, threads)
+
+
+def test_a_tensor_of_the_wrong_shape_is_named(tmp_path):
+    make_model("qwen2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["intermediate_size"] += 32
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = subprocess.run([BIN / "logits_of", tmp_path, "f32", "f32", "8", "1"], input=b"1 2", capture_output=True)
+    assert done.returncode == 2
+    assert "gate_proj" in done.stderr.decode() and "[352, 128]" in done.stderr.decode()
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    make_model("llama", tmp_path)
+    tensors = safetensors.load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    done = subprocess.run([BIN / "logits_of", tmp_path, "f32", "f32", "8", "1"], input=b"1 2", capture_output=True)
+    assert done.returncode == 2
+    assert "model.layers.1.mlp.down_proj.weight is missing" in done.stderr.decode()

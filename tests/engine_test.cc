@@ -1,0 +1,147 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <map>
+
+#include "engine/memory_plan.h"
+#include "engine/sampler.h"
+#include "engine/stop_strings.h"
+#include "refusal.h"
+
+namespace phsa {
+namespace {
+
+SamplerSettings Everything(uint64_t seed) {
+  return {.temperature = 1, .top_k = 0, .top_p = 1, .min_p = 0, .repetition_penalty = 1, .seed = seed};
+}
+
+TEST(Sampler, TemperatureZeroTakesTheLowestOfTheMostLikely) {
+  SamplerSettings settings;
+  settings.temperature = 0;
+  Sampler sampler(settings);
+  const std::vector<float> logits = {0, 3, 1, 3};
+  EXPECT_EQ(sampler.Next(logits, {}), 1);
+}
+
+TEST(Sampler, FrequenciesFollowTheProbabilities) {
+  Sampler sampler(Everything(3));
+  const std::vector<float> logits = {std::log(0.5f), std::log(0.3f), std::log(0.2f)};
+  std::map<int32_t, int> counts;
+  for (int i = 0; i < 20000; ++i) ++counts[sampler.Next(logits, {})];
+  EXPECT_NEAR(counts[0] / 20000.0, 0.5, 0.02);
+  EXPECT_NEAR(counts[1] / 20000.0, 0.3, 0.02);
+  EXPECT_NEAR(counts[2] / 20000.0, 0.2, 0.02);
+}
+
+// Which tokens come up at all.
+std::vector<int32_t> Reached(SamplerSettings settings, const std::vector<float>& logits,
+                             std::span<const int32_t> seen = {}) {
+  Sampler sampler(settings);
+  std::map<int32_t, int> counts;
+  for (int i = 0; i < 4000; ++i) ++counts[sampler.Next(logits, seen)];
+  std::vector<int32_t> ids;
+  for (const auto& [id, count] : counts) ids.push_back(id);
+  return ids;
+}
+
+TEST(Sampler, EachFilterKeepsWhatItSays) {
+  const std::vector<float> logits = {std::log(0.1f), std::log(0.4f), std::log(0.3f), std::log(0.2f)};
+  SamplerSettings settings = Everything(1);
+  EXPECT_EQ(Reached(settings, logits), (std::vector<int32_t>{0, 1, 2, 3}));
+  settings.top_k = 2;
+  EXPECT_EQ(Reached(settings, logits), (std::vector<int32_t>{1, 2}));
+  settings = Everything(1);
+  settings.top_p = 0.65f;  // 0.4 is not enough, 0.7 is
+  EXPECT_EQ(Reached(settings, logits), (std::vector<int32_t>{1, 2}));
+  settings = Everything(1);
+  settings.min_p = 0.4f;  // of 0.4: at least 0.16
+  EXPECT_EQ(Reached(settings, logits), (std::vector<int32_t>{1, 2, 3}));
+}
+
+TEST(Sampler, TheSeedDecidesTheAnswer) {
+  const std::vector<float> logits(100, 0.0f);
+  const auto draw = [&](uint64_t seed) {
+    Sampler sampler(Everything(seed));
+    std::vector<int32_t> ids;
+    for (int i = 0; i < 20; ++i) ids.push_back(sampler.Next(logits, {}));
+    return ids;
+  };
+  EXPECT_EQ(draw(5), draw(5));
+  EXPECT_NE(draw(5), draw(6));
+}
+
+TEST(Sampler, ThePenaltyCountsEachTokenOnceAndBothSigns) {
+  SamplerSettings settings;
+  settings.temperature = 0;
+  settings.repetition_penalty = 2;
+  Sampler sampler(settings);
+  const std::vector<int32_t> seen = {0, 0, 0};
+  EXPECT_EQ(sampler.Next(std::vector<float>{3.0f, 1.4f}, seen), 0);  // 3 / 2, not 3 / 8
+  EXPECT_EQ(sampler.Next(std::vector<float>{3.0f, 1.6f}, seen), 1);
+  EXPECT_EQ(sampler.Next(std::vector<float>{-1.0f, -1.9f}, seen), 1);  // -1 · 2 < -1.9
+}
+
+TEST(Sampler, LogitsThatAreNoNumbersAreRefusedOrPassedOver) {
+  const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
+  Sampler sampler(Everything(1));
+  EXPECT_EQ(sampler.Next(std::vector<float>{nan, 1.0f, -infinity}, {}), 1);
+  EXPECT_NE(Refusal([&] { sampler.Next(std::vector<float>{nan, -infinity}, {}); }).find("finite"), std::string::npos);
+}
+
+TEST(Sampler, SettingsOutOfRangeAreRefusedByName) {
+  const auto refused = [](auto change) {
+    SamplerSettings settings;
+    change(settings);
+    return Refusal([&] { Validate(settings); });
+  };
+  EXPECT_NE(refused([](auto& s) { s.temperature = -1; }).find("--temp"), std::string::npos);
+  EXPECT_NE(refused([](auto& s) { s.top_p = 0; }).find("--top-p"), std::string::npos);
+  EXPECT_NE(refused([](auto& s) { s.top_p = std::nanf(""); }).find("--top-p"), std::string::npos);
+  EXPECT_NE(refused([](auto& s) { s.min_p = 2; }).find("--min-p"), std::string::npos);
+  EXPECT_NE(refused([](auto& s) { s.top_k = -1; }).find("--top-k"), std::string::npos);
+  EXPECT_NE(refused([](auto& s) { s.repetition_penalty = 0; }).find("--repeat-penalty"), std::string::npos);
+}
+
+TEST(StopStrings, TextIsHeldBackOnlyWhileItMayBeAStopString) {
+  StopStrings stops({"END", "\n\n"});
+  EXPECT_EQ(stops.Next("abE"), "ab");
+  EXPECT_EQ(stops.Next("N"), "");
+  EXPECT_EQ(stops.Next("x"), "ENx");
+  EXPECT_EQ(stops.Next("line\n"), "line");
+  EXPECT_EQ(stops.Next("more E"), "\nmore ");
+  EXPECT_EQ(stops.Next("ND and on"), "");
+  EXPECT_TRUE(stops.stopped());
+  EXPECT_EQ(stops.Next("never"), "");
+  EXPECT_EQ(stops.Finish(), "");
+}
+
+TEST(StopStrings, TheEarliestStopStringCounts) {
+  StopStrings stops({"later", "soon"});
+  EXPECT_EQ(stops.Next("it comes soon, not later"), "it comes ");
+  EXPECT_TRUE(stops.stopped());
+}
+
+TEST(StopStrings, WhatWasHeldBackComesAtTheEnd) {
+  StopStrings stops({"END"});
+  EXPECT_EQ(stops.Next("the EN"), "the ");
+  EXPECT_EQ(stops.Finish(), "EN");
+  StopStrings none({});
+  EXPECT_EQ(none.Next("END"), "END");
+}
+
+TEST(MemoryPlan, WhatDoesNotFitIsRefusedWithBothNumbers) {
+  MemoryPlan plan;
+  plan.weights = 3'000'000'000;
+  plan.key_values = 2'000'000'000;
+  plan.context = 4096;
+  plan.available = 4'500'000'000;
+  const std::string message = Refusal([&] { CheckFits(plan); });
+  EXPECT_NE(message.find("5.00 GB of 4.50 GB"), std::string::npos) << message;
+  plan.available = 5'000'000'000;
+  CheckFits(plan);
+  EXPECT_GT(AvailableMemory(), 0u);
+}
+
+}  // namespace
+}  // namespace phsa

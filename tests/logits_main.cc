@@ -1,0 +1,46 @@
+// Logits of a model for tests: logits_of MODEL WEIGHTS KV_TYPE CHUNK THREADS; token ids on standard input,
+// [tokens][vocab] f32 on standard output. No tokenizer is needed.
+#include <cstdio>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "io/model_source.h"
+#include "model/decoder.h"
+#include "phsa/error.h"
+
+int main(int argc, char** argv) {
+  using namespace phsa;
+  if (argc != 6) {
+    std::fprintf(stderr, "usage: logits_of MODEL WEIGHTS KV_TYPE CHUNK THREADS <ids >logits\n");
+    return 2;
+  }
+  try {
+    std::vector<int32_t> ids;
+    for (int32_t id = 0; std::cin >> id;) ids.push_back(id);
+    const auto source = ModelSource::Open(argv[1]);
+    const ModelConfig& config = source->config();
+    const int32_t kv_type = KvTypeFromName(argv[3]);
+    const int32_t chunk = std::stoi(argv[4]);
+    ThreadPool threads(std::stoi(argv[5]));
+    const Weights weights = LoadWeights(*source, WeightsModeFromName(argv[2]), threads, [](double) { return true; });
+    LayerSettings settings;
+    settings.base.policy = Policy::kDense;
+    KvCache cache(PageLayout(config, settings, kv_type), static_cast<int32_t>(ids.size()) / kPageTokens + 1);
+    Decoder decoder(config, weights, settings, kv_type, chunk, threads);
+    Sequence sequence(cache);
+    for (size_t first = 0; first < ids.size(); first += static_cast<size_t>(chunk)) {
+      const BatchItem item{
+          &sequence,
+          std::span<const int32_t>(ids).subspan(first, std::min(ids.size() - first, static_cast<size_t>(chunk))),
+          BatchItem::Logits::kAll};
+      decoder.Step({&item, 1}, [&](int32_t, int32_t, const float* logits) {
+        std::fwrite(logits, sizeof(float), static_cast<size_t>(config.vocab_size), stdout);
+      });
+    }
+  } catch (const Error& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 2;
+  }
+  return 0;
+}

@@ -1,0 +1,257 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "fake_model.h"
+#include "model/decoder.h"
+#include "model/kv_cache.h"
+#include "model/rope.h"
+#include "model/weights.h"
+#include "refusal.h"
+
+namespace phsa {
+namespace {
+
+LayerSettings Dense() {
+  LayerSettings settings;
+  settings.base.policy = Policy::kDense;
+  return settings;
+}
+
+// Everything a test needs to run a model, in the order in which it must be made.
+struct Runner {
+  explicit Runner(const FakeModel& model, WeightsMode mode = WeightsMode::kF32, int32_t kv_type = PHSA_F32,
+                  int32_t num_threads = 1, int32_t pages = 8, LayerSettings settings = Dense())
+      : threads(num_threads),
+        weights(LoadWeights(model, mode, threads, [](double) { return true; })),
+        cache(PageLayout(model.config(), settings, kv_type), pages),
+        decoder(model.config(), weights, settings, kv_type, 256, threads),
+        vocab(static_cast<size_t>(model.config().vocab_size)) {}
+
+  // Logits of all tokens, read in chunks.
+  std::vector<float> Read(Sequence& sequence, std::span<const int32_t> tokens, size_t chunk = 256) {
+    std::vector<float> out;
+    for (size_t first = 0; first < tokens.size(); first += chunk) {
+      const BatchItem item{&sequence, tokens.subspan(first, std::min(chunk, tokens.size() - first)),
+                           BatchItem::Logits::kAll};
+      decoder.Step({&item, 1},
+                   [&](int32_t, int32_t, const float* logits) { out.insert(out.end(), logits, logits + vocab); });
+    }
+    return out;
+  }
+
+  ThreadPool threads;
+  Weights weights;
+  KvCache cache;
+  Decoder decoder;
+  size_t vocab;
+};
+
+std::vector<int32_t> Tokens(size_t count, uint32_t seed = 1) {
+  std::mt19937 random(seed);
+  std::vector<int32_t> tokens(count);
+  for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 101);
+  return tokens;
+}
+
+bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+TEST(Decoder, ChunksChangeNoBit) {
+  const FakeModel model;
+  const std::vector<int32_t> tokens = Tokens(200);
+  for (const auto& [mode, kv_type] :
+       {std::pair{WeightsMode::kF32, PHSA_F32}, {WeightsMode::kBf16, PHSA_BF16}, {WeightsMode::kInt8, PHSA_F16}}) {
+    Runner runner(model, mode, kv_type);
+    Sequence whole(runner.cache);
+    const std::vector<float> expected = runner.Read(whole, tokens);
+    for (const size_t chunk : {1, 7, 64}) {
+      Sequence sequence(runner.cache);
+      EXPECT_TRUE(SameBits(runner.Read(sequence, tokens, chunk), expected)) << chunk;
+    }
+  }
+}
+
+TEST(Decoder, ThreadsChangeNoBit) {
+  const FakeModel model;
+  const std::vector<int32_t> tokens = Tokens(150);
+  Runner one(model, WeightsMode::kAuto, PHSA_F32, 1), three(model, WeightsMode::kAuto, PHSA_F32, 3);
+  Sequence a(one.cache), b(three.cache);
+  EXPECT_TRUE(SameBits(one.Read(a, tokens), three.Read(b, tokens)));
+}
+
+TEST(Decoder, ABatchGivesWhatEachSequenceGivesAlone) {
+  const FakeModel model;
+  Runner runner(model);
+  const std::vector<int32_t> first = Tokens(140, 2), second = Tokens(9, 3);
+  Sequence a(runner.cache), b(runner.cache);
+  const std::vector<float> alone_a = runner.Read(a, first), alone_b = runner.Read(b, second);
+  a.Truncate(100);
+  b.Truncate(8);
+  std::vector<float> batch_a, batch_b;
+  const BatchItem items[] = {{&a, std::span(first).subspan(100), BatchItem::Logits::kAll},
+                             {&b, std::span(second).subspan(8), BatchItem::Logits::kLast}};
+  runner.decoder.Step(items, [&](int32_t item, int32_t row, const float* logits) {
+    auto& out = item == 0 ? batch_a : batch_b;
+    EXPECT_EQ(static_cast<size_t>(row) * runner.vocab, item == 0 ? out.size() : 0u);
+    out.insert(out.end(), logits, logits + runner.vocab);
+  });
+  EXPECT_TRUE(SameBits(batch_a, {alone_a.begin() + static_cast<int64_t>(100 * runner.vocab), alone_a.end()}));
+  EXPECT_TRUE(SameBits(batch_b, {alone_b.begin() + static_cast<int64_t>(8 * runner.vocab), alone_b.end()}));
+}
+
+TEST(Decoder, WhatWasTruncatedLeavesNoTrace) {
+  const FakeModel model;
+  LayerSettings sparse;
+  sparse.base.init_tokens = 16;
+  sparse.base.local_tokens = 32;
+  sparse.base.top_k = 1;
+  for (const LayerSettings& settings : {Dense(), sparse}) {
+    Runner runner(model, WeightsMode::kF32, PHSA_F32, 1, 8, settings);
+    const std::vector<int32_t> tokens = Tokens(200, 4);
+    Sequence fresh(runner.cache), reused(runner.cache);
+    const std::vector<float> expected = runner.Read(fresh, tokens);
+    runner.Read(reused, tokens);
+    reused.Truncate(77);
+    runner.Read(reused, Tokens(90, 5));
+    reused.Truncate(77);
+    const std::vector<float> again = runner.Read(reused, std::span(tokens).subspan(77));
+    EXPECT_TRUE(SameBits(again, {expected.begin() + static_cast<int64_t>(77 * runner.vocab), expected.end()}));
+  }
+}
+
+TEST(Decoder, ChoosingEverythingIsDense) {
+  const FakeModel model;
+  LayerSettings all;
+  all.base.top_k = 64;
+  Runner dense(model), sparse(model, WeightsMode::kF32, PHSA_F32, 1, 8, all);
+  const std::vector<int32_t> tokens = Tokens(900, 6);
+  Sequence a(dense.cache), b(sparse.cache);
+  const std::vector<float> expected = dense.Read(a, tokens), got = sparse.Read(b, tokens);
+  ASSERT_EQ(expected.size(), got.size());
+  for (size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(expected[i], got[i], 1e-4) << i;
+}
+
+TEST(Decoder, ATextBeyondTheCacheIsRefusedAndChangesNothing) {
+  const FakeModel model;
+  Runner runner(model, WeightsMode::kF32, PHSA_F32, 1, 2);
+  Sequence sequence(runner.cache);
+  runner.Read(sequence, Tokens(200));
+  EXPECT_NE(Refusal([&] { runner.Read(sequence, Tokens(100)); }).find("KV cache"), std::string::npos);
+  EXPECT_EQ(sequence.length(), 200);
+  EXPECT_EQ(runner.Read(sequence, Tokens(56)).size(), 56 * runner.vocab);
+}
+
+TEST(KvCache, PagesComeBack) {
+  const FakeModel model;
+  KvCache cache(PageLayout(model.config(), Dense(), PHSA_BF16), 3);
+  {
+    Sequence sequence(cache);
+    sequence.Append(Tokens(kPageTokens + 1), {});
+    EXPECT_EQ(cache.free_pages(), 1);
+    sequence.Truncate(kPageTokens);
+    EXPECT_EQ(cache.free_pages(), 2);
+  }
+  EXPECT_EQ(cache.free_pages(), 3);
+}
+
+TEST(KvCache, RepresentativesTakeASixteenthOfTheKeys) {
+  const FakeModel model;
+  LayerSettings settings;
+  const PageLayout phsa(model.config(), settings, PHSA_BF16), dense(model.config(), Dense(), PHSA_BF16);
+  EXPECT_EQ(dense.representative_bytes, 0u);
+  EXPECT_EQ(phsa.representative_bytes, phsa.key_value_bytes / 2 / 16);
+  EXPECT_EQ(phsa.key_value_bytes, size_t{2} * 2 * 2 * 64 * kPageTokens * 2);  // layers, K and V, heads, dim, bytes
+}
+
+TEST(Weights, WhatIsMissingOrMisshapenIsNamed) {
+  FakeModel missing;
+  missing.Remove("model.layers.1.self_attn.k_norm.weight");
+  EXPECT_NE(Refusal([&] { PlanWeights(missing, WeightsMode::kAuto); }).find("model.layers.1.self_attn.k_norm.weight"),
+            std::string::npos);
+  FakeModel misshapen;
+  misshapen.Add("model.layers.0.mlp.up_proj.weight", {96, 32});
+  const std::string message = Refusal([&] { PlanWeights(misshapen, WeightsMode::kAuto); });
+  EXPECT_NE(message.find("[96, 32]"), std::string::npos) << message;
+  EXPECT_NE(message.find("[96, 64]"), std::string::npos) << message;
+  FakeModel bias("qwen2");
+  EXPECT_NE(Refusal([&] { PlanWeights(bias, WeightsMode::kAuto); }).find("q_proj.bias"), std::string::npos);
+}
+
+TEST(Weights, ThePlanSaysWhatLoadingTakes) {
+  const FakeModel model;
+  ThreadPool threads(1);
+  for (const WeightsMode mode : {WeightsMode::kF32, WeightsMode::kBf16, WeightsMode::kInt8}) {
+    const Weights weights = LoadWeights(model, mode, threads, [](double) { return true; });
+    uint64_t bytes = weights.embedding.bytes() + weights.final_norm.size() * sizeof(float);
+    for (const LayerWeights& layer : weights.layers) {
+      for (const Matrix* matrix : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down}) {
+        bytes += matrix->bytes();
+      }
+      for (const Vector* vector : {&layer.attention_norm, &layer.mlp_norm, &layer.q_norm, &layer.k_norm}) {
+        bytes += vector->size() * sizeof(float);
+      }
+    }
+    EXPECT_EQ(PlanWeights(model, mode).bytes, bytes);
+  }
+}
+
+TEST(Weights, InterleavedRowsAreTheSameModel) {
+  const FakeModel plain("llama");
+  FakeModel interleaved("llama");  // the same numbers: both start from one seed
+  interleaved.config_for_test().interleaved_rope_rows = true;
+  const int64_t half = 32, dim = 64, hidden = 64;
+  for (int layer = 0; layer < 2; ++layer) {
+    for (const auto& [name, heads] : {std::pair{"q_proj", 4}, {"k_proj", 2}}) {
+      const std::string key = "model.layers." + std::to_string(layer) + ".self_attn." + name + ".weight";
+      const auto* const from = reinterpret_cast<const float*>(plain.Find(key)->data);
+      auto* const to = const_cast<float*>(reinterpret_cast<const float*>(interleaved.Find(key)->data));
+      for (int64_t head = 0; head < heads; ++head) {
+        for (int64_t i = 0; i < half; ++i) {
+          for (int64_t j = 0; j < 2; ++j) {
+            std::memcpy(to + (head * dim + 2 * i + j) * hidden, from + (head * dim + i + j * half) * hidden,
+                        hidden * sizeof(float));
+          }
+        }
+      }
+    }
+  }
+  Runner a(plain), b(interleaved);
+  Sequence sequence_a(a.cache), sequence_b(b.cache);
+  EXPECT_TRUE(SameBits(a.Read(sequence_a, Tokens(40)), b.Read(sequence_b, Tokens(40))));
+}
+
+TEST(Rope, PlainFrequenciesAreThePowersOfTheBase) {
+  ModelConfig config;
+  config.head_dim = 64;
+  config.rope_base = 10000;
+  const RopeFrequencies rope = MakeRope(config);
+  ASSERT_EQ(rope.frequencies.size(), 32u);
+  EXPECT_DOUBLE_EQ(rope.frequencies[0], 1);
+  EXPECT_NEAR(rope.frequencies[16], 0.01, 1e-12);
+  EXPECT_EQ(rope.factor, 1);
+}
+
+TEST(Rope, ScalingsLeaveFastPairsAndStretchSlowOnes) {
+  ModelConfig config;
+  config.head_dim = 64;
+  config.rope_base = 10000;
+  const RopeFrequencies plain = MakeRope(config);
+  config.rope_scaling.factor = 8;
+  config.rope_scaling.original_context = 1024;
+  for (const auto kind : {RopeScaling::Kind::kLlama3, RopeScaling::Kind::kYarn}) {
+    config.rope_scaling.kind = kind;
+    const RopeFrequencies scaled = MakeRope(config);
+    EXPECT_DOUBLE_EQ(scaled.frequencies.front(), plain.frequencies.front());
+    EXPECT_NEAR(scaled.frequencies.back(), plain.frequencies.back() / 8, 1e-12);
+    for (size_t i = 1; i < 32; ++i) EXPECT_LT(scaled.frequencies[i], scaled.frequencies[i - 1]);
+  }
+  EXPECT_NEAR(MakeRope(config).factor, 0.1 * std::log(8) + 1, 1e-6);  // YaRN's
+  config.rope_scaling.kind = RopeScaling::Kind::kLinear;
+  EXPECT_DOUBLE_EQ(MakeRope(config).frequencies[5], plain.frequencies[5] / 8);
+}
+
+}  // namespace
+}  // namespace phsa

@@ -1,0 +1,614 @@
+// Products and layers on every SIMD target of this machine, against the same formulas in double precision.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/dtype.h"
+#include "ops/layers.h"
+#include "ops/linear.h"
+#include "ops/targets.h"
+#include "phsa/threads.h"
+
+namespace phsa {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+struct Pair {
+  WeightType weights;
+  ActivationType activations;
+};
+constexpr Pair kPairs[] = {
+    {WeightType::kF32, ActivationType::kF32},   {WeightType::kBf16, ActivationType::kBf16},
+    {WeightType::kInt8, ActivationType::kF32},  {WeightType::kInt8, ActivationType::kBf16},
+    {WeightType::kInt8, ActivationType::kInt8}, {WeightType::kInt4, ActivationType::kF32},
+    {WeightType::kInt4, ActivationType::kBf16}, {WeightType::kInt4, ActivationType::kInt8},
+};
+
+std::string Name(const Pair& pair) {
+  constexpr const char* kActivations[] = {"f32", "bf16", "int8"};
+  return std::string(WeightTypeName(pair.weights)) + " × " + kActivations[static_cast<int>(pair.activations)];
+}
+
+class Ops : public testing::Test {
+ protected:
+  void SetUp() override { first_target_ = OpsTargetName(); }
+  void TearDown() override { SetOpsTarget(first_target_); }
+
+  template <class Body>
+  void ForEachTarget(Body&& body) {
+    for (const std::string& target : OpsTargetNames()) {
+      SetOpsTarget(target);
+      SCOPED_TRACE("target " + target);
+      body();
+    }
+  }
+
+  template <class Body>
+  void ForEachTargetAndPair(Body&& body) {
+    ForEachTarget([&] {
+      for (const Pair& pair : kPairs) {
+        SCOPED_TRACE(Name(pair));
+        body(pair);
+      }
+    });
+  }
+
+  std::string first_target_;
+};
+
+std::vector<float> RandomFloats(size_t n, uint32_t seed, float scale = 1) {
+  std::mt19937 rng(seed);
+  std::normal_distribution<float> normal(0, scale);
+  std::vector<float> values(n);
+  for (float& v : values) v = normal(rng);
+  return values;
+}
+
+// Weights, and beside them the parts that a product adds up: w = part + minimum.
+struct Weights {
+  Matrix matrix;
+  std::vector<float> part, minimum;  // [rows][cols]
+};
+
+Weights MakeWeights(WeightType type, int32_t rows, int32_t cols, uint32_t seed) {
+  Weights w{Matrix(type, rows, cols), {}, {}};
+  w.part.resize(static_cast<size_t>(rows) * static_cast<size_t>(cols));
+  w.minimum.resize(w.part.size());
+  const int32_t groups = (cols + kWeightGroup - 1) / kWeightGroup;
+  std::mt19937 rng(seed);
+  std::uniform_real_distribution<float> scale(0.001f, 0.1f);
+  for (int32_t r = 0; r < rows; ++r) {
+    float* const part = w.part.data() + static_cast<size_t>(r) * static_cast<size_t>(cols);
+    float* const minimum = w.minimum.data() + static_cast<size_t>(r) * static_cast<size_t>(cols);
+    std::vector<float> scales(static_cast<size_t>(groups)), mins(scales.size());
+    for (float& s : scales) s = F32FromF16(F16FromF32(scale(rng)));
+    for (float& s : mins) s = F32FromF16(F16FromF32(-8 * scale(rng)));
+    if (type == WeightType::kInt4) {
+      std::vector<uint8_t> codes(static_cast<size_t>(cols));
+      for (uint8_t& c : codes) c = rng() & 15;
+      w.matrix.SetRowInt4(r, codes.data(), scales.data(), mins.data());
+      for (int32_t c = 0; c < cols; ++c) {
+        part[c] = codes[static_cast<size_t>(c)] * scales[static_cast<size_t>(c / kWeightGroup)];
+        minimum[c] = mins[static_cast<size_t>(c / kWeightGroup)];
+      }
+    } else if (type == WeightType::kInt8) {
+      std::vector<int8_t> codes(static_cast<size_t>(cols));
+      for (int8_t& c : codes) c = static_cast<int8_t>(static_cast<int>(rng() % 256) - 128);
+      w.matrix.SetRowInt8(r, codes.data(), scales.data());
+      for (int32_t c = 0; c < cols; ++c) {
+        part[c] = codes[static_cast<size_t>(c)] * scales[static_cast<size_t>(c / kWeightGroup)];
+      }
+    } else {
+      const std::vector<float> values = RandomFloats(static_cast<size_t>(cols), rng());
+      w.matrix.SetRow(r, values.data());
+      w.matrix.GetRow(r, part);
+    }
+  }
+  return w;
+}
+
+// What the activation type makes of a row of x.
+std::vector<double> Rounded(const float* x, int32_t cols, ActivationType type) {
+  std::vector<double> out(x, x + cols);
+  if (type == ActivationType::kBf16) {
+    for (double& v : out) v = RoundTo(PHSA_BF16, static_cast<float>(v));
+  } else if (type == ActivationType::kInt8) {
+    for (int32_t begin = 0; begin < cols; begin += kWeightGroup) {
+      const int32_t end = std::min(begin + kWeightGroup, cols);
+      float largest = 0;
+      for (int32_t c = begin; c < end; ++c) largest = std::max(largest, std::fabs(x[c]));
+      for (int32_t c = begin; c < end; ++c) {
+        out[static_cast<size_t>(c)] =
+            largest == 0 ? 0.0 : static_cast<double>(largest / 127.0f) * std::nearbyint(x[c] * (127.0f / largest));
+      }
+    }
+  }
+  return out;
+}
+
+struct Output {
+  const Matrix* weights;
+  const float* bias = nullptr;
+};
+
+// y of each output, [m][rows], through buffers of exactly the size that was asked for.
+std::vector<std::vector<float>> Multiply(const std::vector<float>& x, int32_t m, ActivationType activations,
+                                         const std::vector<Output>& outputs, ThreadPool* pool = nullptr) {
+  const Matrix& first = *outputs[0].weights;
+  const int32_t threads = pool != nullptr ? pool->num_threads() : 1;
+  const size_t size = LinearWorkspaceSize(first.type(), activations, m, first.cols(), threads);
+  auto* workspace = static_cast<uint8_t*>(std::aligned_alloc(64, (size + 63) / 64 * 64));
+  std::memset(workspace, 0xff, size);  // NaN in every format: nothing may be read before it is written
+  std::vector<std::vector<float>> y;
+  std::vector<LinearOutput> calls;
+  for (const Output& output : outputs) {
+    y.emplace_back(static_cast<size_t>(m) * static_cast<size_t>(output.weights->rows()), kNan);
+    calls.push_back({output.weights, output.bias, y.back().data(), output.weights->rows()});
+  }
+  for (size_t i = 0; i < calls.size(); ++i) calls[i].y = y[i].data();
+  const phsa_executor executor = pool != nullptr ? pool->executor() : phsa_executor{};
+  Linear(x.data(), first.cols(), m, activations, calls, workspace, size, executor);
+  std::free(workspace);
+  return y;
+}
+
+// Every sum has at most cols + 1 terms and is rounded at most twice a term. A code in a wrong row, column or group is
+// an error of about its own size, thousands of times this.
+void ExpectProduct(const Weights& w, const std::vector<float>& x, int32_t m, ActivationType activations,
+                   const float* bias, const std::vector<float>& y) {
+  const int32_t rows = w.matrix.rows(), cols = w.matrix.cols();
+  for (int32_t r = 0; r < m; ++r) {
+    const std::vector<double> rounded = Rounded(x.data() + static_cast<size_t>(r) * cols, cols, activations);
+    for (int32_t n = 0; n < rows; ++n) {
+      double sum = bias != nullptr ? bias[n] : 0.0, size = std::fabs(sum);
+      for (int32_t c = 0; c < cols; ++c) {
+        const size_t at = static_cast<size_t>(n) * static_cast<size_t>(cols) + static_cast<size_t>(c);
+        const double e = rounded[static_cast<size_t>(c)];
+        sum += e * (static_cast<double>(w.part[at]) + w.minimum[at]);
+        size += std::fabs(e * w.part[at]) + std::fabs(e * w.minimum[at]);
+      }
+      const double bound = size * (2 * cols + 16) * 0x1p-24 + 1e-30;
+      ASSERT_NEAR(y[static_cast<size_t>(r) * static_cast<size_t>(rows) + static_cast<size_t>(n)], sum, bound)
+          << "row " << r << " of x, row " << n << " of W, " << rows << " × " << cols;
+    }
+  }
+}
+
+TEST_F(Ops, ProductsEqualDoublePrecisionForEveryShape) {
+  constexpr int32_t kShapes[][3] = {{1, 1, 1},   {3, 5, 7},    {2, 16, 32},  {5, 17, 33},    {6, 32, 64},
+                                    {7, 48, 31}, {9, 33, 160}, {13, 64, 96}, {20, 100, 300}, {1, 130, 576}};
+  ForEachTargetAndPair([&](const Pair& pair) {
+    for (const auto& [m, rows, cols] : kShapes) {
+      const Weights w = MakeWeights(pair.weights, rows, cols, 7u + static_cast<uint32_t>(cols));
+      const std::vector<float> x = RandomFloats(static_cast<size_t>(m) * static_cast<size_t>(cols), 3);
+      const std::vector<float> bias = RandomFloats(static_cast<size_t>(rows), 4);
+      const float* const biases[] = {nullptr, bias.data()};
+      for (const float* b : biases) {
+        const auto y = Multiply(x, m, pair.activations, {{&w.matrix, b}});
+        ASSERT_NO_FATAL_FAILURE(ExpectProduct(w, x, m, pair.activations, b, y[0]));
+      }
+    }
+  });
+}
+
+TEST_F(Ops, ARowOfTheProductDependsOnNoOtherRow) {
+  constexpr int32_t kRows = 52, kCols = 584, kM = 512;
+  ForEachTargetAndPair([&](const Pair& pair) {
+    const Weights w = MakeWeights(pair.weights, kRows, kCols, 11);
+    const std::vector<float> x = RandomFloats(size_t{kM} * kCols, 5);
+    const std::vector<float> bias = RandomFloats(kRows, 6);
+    const auto whole = Multiply(x, kM, pair.activations, {{&w.matrix, bias.data()}})[0];
+    for (const int32_t m : {1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 33, 100}) {
+      const int32_t begin = 5 * m % 400;  // somewhere else for each
+      const std::vector<float> part(x.begin() + begin * kCols, x.begin() + (begin + m) * kCols);
+      const auto y = Multiply(part, m, pair.activations, {{&w.matrix, bias.data()}})[0];
+      ASSERT_EQ(std::memcmp(y.data(), whole.data() + begin * kRows, y.size() * 4), 0) << m << " rows";
+    }
+  });
+}
+
+TEST_F(Ops, ThreadsAndNeighboursInACallChangeNoBit) {
+  constexpr int32_t kCols = 352;
+  ForEachTargetAndPair([&](const Pair& pair) {
+    const Weights q = MakeWeights(pair.weights, 200, kCols, 21), k = MakeWeights(pair.weights, 37, kCols, 22);
+    const std::vector<float> bias = RandomFloats(200, 6);
+    for (const int32_t m : {1, 9, 70}) {
+      const std::vector<float> x = RandomFloats(static_cast<size_t>(m) * kCols, 8);
+      const auto alone_q = Multiply(x, m, pair.activations, {{&q.matrix, bias.data()}})[0];
+      const auto alone_k = Multiply(x, m, pair.activations, {{&k.matrix}})[0];
+      for (const int32_t threads : {1, 2, 3}) {
+        ThreadPool pool(threads);
+        const auto y = Multiply(x, m, pair.activations, {{&k.matrix}, {&q.matrix, bias.data()}, {&k.matrix}}, &pool);
+        ASSERT_EQ(y[0], alone_k) << threads << " threads, m " << m;
+        ASSERT_EQ(y[1], alone_q) << threads << " threads, m " << m;
+        ASSERT_EQ(y[2], alone_k) << threads << " threads, m " << m;
+      }
+    }
+  });
+}
+
+// Sums of integers are exact in every instruction set, and what follows is the same arithmetic wherever it is fused.
+TEST_F(Ops, Int8ActivationsGiveTheSameBitsOnEveryTargetWithFusedMultiplyAdd) {
+  for (const WeightType type : {WeightType::kInt8, WeightType::kInt4}) {
+    const Weights w = MakeWeights(type, 35, 320, 31);
+    const std::vector<float> x = RandomFloats(10 * 320, 32);
+    std::vector<float> first;
+    for (const std::string& target : OpsTargetNames()) {
+      if (target == "sse4" || target == "portable") continue;
+      SetOpsTarget(target);
+      const auto y = Multiply(x, 10, ActivationType::kInt8, {{&w.matrix}})[0];
+      if (first.empty()) first = y;
+      EXPECT_EQ(y, first) << WeightTypeName(type) << " on " << target;
+    }
+  }
+}
+
+TEST_F(Ops, StridesOfXAndYAreHonoured) {
+  constexpr int32_t kRows = 21, kCols = 40, kM = 8, kXStride = 57, kYStride = 30;
+  ForEachTargetAndPair([&](const Pair& pair) {
+    const Weights w = MakeWeights(pair.weights, kRows, kCols, 41);
+    const std::vector<float> dense = RandomFloats(size_t{kM} * kCols, 42);
+    std::vector<float> x(size_t{kM} * kXStride, kNan), y(size_t{kM} * kYStride, 77.0f);
+    for (int r = 0; r < kM; ++r) std::copy_n(dense.begin() + r * kCols, kCols, x.begin() + r * kXStride);
+    const size_t size = LinearWorkspaceSize(pair.weights, pair.activations, kM, kCols, 1);
+    auto* workspace = static_cast<uint8_t*>(std::aligned_alloc(64, (size + 63) / 64 * 64));
+    const LinearOutput output = {&w.matrix, nullptr, y.data(), kYStride};
+    Linear(x.data(), kXStride, kM, pair.activations, {&output, 1}, workspace, size, {});
+    std::free(workspace);
+    const auto expected = Multiply(dense, kM, pair.activations, {{&w.matrix}})[0];
+    for (int r = 0; r < kM; ++r) {
+      for (int c = 0; c < kYStride; ++c) {
+        ASSERT_EQ(y[static_cast<size_t>(r * kYStride + c)],
+                  c < kRows ? expected[static_cast<size_t>(r * kRows + c)] : 77.0f);
+      }
+    }
+  });
+}
+
+TEST_F(Ops, NothingToMultiplyIsNoError) {
+  ForEachTargetAndPair([&](const Pair& pair) {
+    const Weights some = MakeWeights(pair.weights, 16, 32, 1), none = MakeWeights(pair.weights, 0, 32, 1);
+    const std::vector<float> x = RandomFloats(3 * 32, 2);
+    EXPECT_TRUE(Multiply({}, 0, pair.activations, {{&some.matrix}})[0].empty());
+    const auto y = Multiply(x, 3, pair.activations, {{&none.matrix}, {&some.matrix}});
+    EXPECT_TRUE(y[0].empty());
+    ASSERT_NO_FATAL_FAILURE(ExpectProduct(some, x, 3, pair.activations, nullptr, y[1]));
+  });
+}
+
+TEST_F(Ops, ZerosTinyAndHugeActivationsKeepTheirMeaning) {
+  ForEachTargetAndPair([&](const Pair& pair) {
+    const Weights w = MakeWeights(pair.weights, 16, 64, 51);
+    const std::vector<float> zeros(64, 0.0f);
+    const auto nothing = Multiply(zeros, 1, pair.activations, {{&w.matrix}});
+    for (const float v : nothing[0]) EXPECT_EQ(v, 0.0f);
+    for (const float scale : {1e-25f, 1e-6f, 1e6f, 1e25f}) {
+      const std::vector<float> x = RandomFloats(64, 52, scale);
+      const auto y = Multiply(x, 1, pair.activations, {{&w.matrix}});
+      ASSERT_NO_FATAL_FAILURE(ExpectProduct(w, x, 1, pair.activations, nullptr, y[0])) << scale;
+    }
+  });
+}
+
+TEST_F(Ops, NanAndInfinityStayInTheirRow) {
+  ForEachTargetAndPair([&](const Pair& pair) {
+    const Weights w = MakeWeights(pair.weights, 20, 96, 61);
+    std::vector<float> x = RandomFloats(7 * 96, 62);
+    const auto clean = Multiply(x, 7, pair.activations, {{&w.matrix}})[0];
+    x[96 + 40] = kNan;
+    x[3 * 96 + 95] = kInfinity;
+    x[4 * 96] = -kInfinity;
+    const auto y = Multiply(x, 7, pair.activations, {{&w.matrix}})[0];
+    for (size_t r = 0; r < 7; ++r) {
+      for (size_t n = 0; n < 20; ++n) {
+        if (r == 1) {
+          EXPECT_TRUE(std::isnan(y[r * 20 + n]));
+        } else if (r == 3 || r == 4) {
+          EXPECT_FALSE(std::isfinite(y[r * 20 + n]));
+        } else {
+          EXPECT_EQ(y[r * 20 + n], clean[r * 20 + n]);
+        }
+      }
+    }
+  });
+}
+
+TEST_F(Ops, RowsComeBackAsTheyWereSet) {
+  for (const int32_t cols : {1, 31, 32, 50, 128}) {
+    for (const int32_t rows : {1, 16, 19}) {
+      for (const WeightType type : {WeightType::kF32, WeightType::kBf16, WeightType::kInt8, WeightType::kInt4}) {
+        const Weights w = MakeWeights(type, rows, cols, 71);
+        std::vector<float> row(static_cast<size_t>(cols));
+        for (int32_t r = 0; r < rows; ++r) {
+          w.matrix.GetRow(r, row.data());
+          for (int32_t c = 0; c < cols; ++c) {
+            const size_t at = static_cast<size_t>(r * cols + c);
+            ASSERT_FLOAT_EQ(row[static_cast<size_t>(c)], w.part[at] + w.minimum[at])
+                << WeightTypeName(type) << " row " << r << " column " << c;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(Ops, F32RowsAreExactAndBf16RowsRounded) {
+  const std::vector<float> values = RandomFloats(45, 81);
+  std::vector<float> row(45);
+  Matrix f32(WeightType::kF32, 3, 45), bf16(WeightType::kBf16, 3, 45);
+  f32.SetRow(2, values.data());
+  f32.GetRow(2, row.data());
+  EXPECT_EQ(row, values);
+  bf16.SetRow(2, values.data());
+  bf16.GetRow(2, row.data());
+  for (size_t i = 0; i < 45; ++i) EXPECT_EQ(row[i], RoundTo(PHSA_BF16, values[i]));
+  f32.GetRow(1, row.data());
+  for (const float v : row) EXPECT_EQ(v, 0.0f);
+}
+
+TEST_F(Ops, Int8QuantisationIsOffByHalfAStepAtMost) {
+  for (const float size : {1e-20f, 1e-6f, 1.0f, 1e6f, 1e20f}) {
+    std::vector<float> values = RandomFloats(100, 91, size);
+    for (size_t i = 32; i < 64; ++i) values[i] *= 1e-3f;
+    Matrix matrix(WeightType::kInt8, 1, 100);
+    matrix.SetRow(0, values.data());
+    std::vector<float> row(100);
+    matrix.GetRow(0, row.data());
+    for (size_t begin = 0; begin < 100; begin += 32) {
+      const size_t end = std::min<size_t>(begin + 32, 100);
+      float largest = 0;
+      for (size_t i = begin; i < end; ++i) largest = std::max(largest, std::fabs(values[i]));
+      // The scale is rounded to 11 bits: the largest value may lie a little outside of 127 steps.
+      const float step = largest / 127.0f;
+      for (size_t i = begin; i < end; ++i) EXPECT_NEAR(row[i], values[i], 0.57f * step) << size << " at " << i;
+    }
+  }
+}
+
+TEST_F(Ops, ScalesOutsideTheRangeOfF16AreKept) {
+  for (const float size : {1e-30f, 1e-8f, 1e8f, 1e25f}) {
+    const std::vector<float> scales = {size, size / 64}, mins = {-3 * size, size};
+    std::vector<uint8_t> codes(64);
+    for (size_t i = 0; i < 64; ++i) codes[i] = static_cast<uint8_t>(i % 16);
+    Matrix matrix(WeightType::kInt4, 1, 64);
+    matrix.SetRowInt4(0, codes.data(), scales.data(), mins.data());
+    std::vector<float> row(64);
+    matrix.GetRow(0, row.data());
+    for (size_t i = 0; i < 64; ++i) {
+      const double expected = codes[i] * static_cast<double>(scales[i / 32]) + mins[i / 32];
+      EXPECT_NEAR(row[i] / size, expected / size, 16 * 0x1p-11) << size << " at " << i;
+    }
+  }
+}
+
+TEST_F(Ops, AMatrixTooLargeForTheMachineIsRefused) {
+  try {
+    Matrix matrix(WeightType::kF32, 2000000000, 2000000000);
+    FAIL() << "16 exabytes were found";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), PHSA_OUT_OF_MEMORY);
+  }
+}
+
+// ---- Layers ------------------------------------------------------------------------------------------------------
+
+constexpr int32_t kDims[] = {1, 7, 16, 33, 64, 576, 1000};
+
+std::vector<double> NormReference(const float* x, int32_t dim, const float* weight, float eps) {
+  double sum = 0;
+  for (int32_t i = 0; i < dim; ++i) sum += static_cast<double>(x[i]) * x[i];
+  std::vector<double> out(static_cast<size_t>(dim));
+  for (int32_t i = 0; i < dim; ++i) out[static_cast<size_t>(i)] = x[i] / std::sqrt(sum / dim + eps) * weight[i];
+  return out;
+}
+
+TEST_F(Ops, RmsNormEqualsItsFormulaAlsoInPlaceAndAfterAnAddition) {
+  constexpr int32_t kM = 5;
+  constexpr float kEps = 1e-5f;
+  ForEachTarget([&] {
+    for (const int32_t dim : kDims) {
+      const size_t n = static_cast<size_t>(kM) * static_cast<size_t>(dim);
+      const std::vector<float> x = RandomFloats(n, 101, 3), y = RandomFloats(n, 102);
+      const std::vector<float> weight = RandomFloats(static_cast<size_t>(dim), 103);
+      std::vector<float> out(n), sum = x, normed(n), in_place = x;
+      RmsNorm(x.data(), dim, kM, dim, weight.data(), kEps, out.data(), dim, {});
+      RmsNorm(in_place.data(), dim, kM, dim, weight.data(), kEps, in_place.data(), dim, {});
+      EXPECT_EQ(in_place, out);
+      for (int32_t r = 0; r < kM; ++r) {
+        const auto expected = NormReference(x.data() + r * dim, dim, weight.data(), kEps);
+        for (int32_t i = 0; i < dim; ++i) {
+          const double e = expected[static_cast<size_t>(i)];
+          ASSERT_NEAR(out[static_cast<size_t>(r * dim + i)], e, 1e-6 * std::fabs(e)) << dim;
+        }
+      }
+      AddRmsNorm(sum.data(), dim, y.data(), dim, kM, dim, weight.data(), kEps, normed.data(), dim, {});
+      for (size_t i = 0; i < n; ++i) ASSERT_EQ(sum[i], x[i] + y[i]);
+      RmsNorm(sum.data(), dim, kM, dim, weight.data(), kEps, out.data(), dim, {});
+      EXPECT_EQ(normed, out);
+      std::vector<float> added = x;
+      AddRows(added.data(), dim, y.data(), dim, kM, dim, {});
+      EXPECT_EQ(added, sum);
+    }
+  });
+}
+
+TEST_F(Ops, SiluMulEqualsItsFormulaForAllMagnitudes) {
+  ForEachTarget([&] {
+    for (const int32_t dim : kDims) {
+      for (const float size : {0.01f, 1.0f, 30.0f, 1000.0f}) {
+        const std::vector<float> gate = RandomFloats(static_cast<size_t>(dim), 111, size);
+        const std::vector<float> up = RandomFloats(static_cast<size_t>(dim), 112);
+        std::vector<float> out(static_cast<size_t>(dim)), in_place = gate;
+        SiluMul(gate.data(), dim, up.data(), dim, 1, dim, out.data(), dim, {});
+        SiluMul(in_place.data(), dim, up.data(), dim, 1, dim, in_place.data(), dim, {});
+        EXPECT_EQ(in_place, out);
+        for (size_t i = 0; i < out.size(); ++i) {
+          const double g = gate[i], expected = g / (1 + std::exp(-g)) * up[i];
+          // Below e^-87 the sigmoid is taken for zero.
+          ASSERT_NEAR(out[i], expected, 1e-6 * std::fabs(expected) + 1e-34) << gate[i];
+        }
+      }
+    }
+    const float special[] = {kInfinity, -kInfinity, kNan, 0.0f, -0.0f}, ones[] = {1, 1, 1, 1, 1};
+    float out[5];
+    SiluMul(special, 5, ones, 5, 1, 5, out, 5, {});
+    EXPECT_EQ(out[0], kInfinity);
+    EXPECT_TRUE(std::isnan(out[2]));
+    EXPECT_EQ(out[3], 0.0f);
+    EXPECT_EQ(out[4], 0.0f);
+  });
+}
+
+TEST_F(Ops, RopeTurnsHeadsAfterTheirNormAndStoresThemWhereTheyBelong) {
+  constexpr int32_t kM = 3, kHeads = 2;
+  constexpr float kEps = 1e-6f, kFactor = 1.25f;
+  const int32_t positions[kM] = {0, 17, 32001};
+  ForEachTarget([&] {
+    for (const int32_t dim : {2, 64, 80, 96, 128, 256}) {
+      const int32_t half = dim / 2;
+      std::vector<double> frequencies(static_cast<size_t>(half));
+      for (int32_t i = 0; i < half; ++i) frequencies[static_cast<size_t>(i)] = std::pow(1e4, -2.0 * i / dim);
+      std::vector<float> table(static_cast<size_t>(kM * dim));
+      RopeTable(positions, kM, frequencies.data(), half, kFactor, table.data(), {});
+      const int64_t x_stride = kHeads * dim + 5;
+      const std::vector<float> x = RandomFloats(static_cast<size_t>(kM * x_stride), 121);
+      const std::vector<float> weight = RandomFloats(static_cast<size_t>(dim), 122);
+      for (const bool norm : {false, true}) {
+        for (const int32_t dtype : {PHSA_F32, PHSA_F16, PHSA_BF16}) {
+          const int64_t rows[kM] = {4 * kHeads * dim, 0, 2 * kHeads * dim};  // out of order, as pages are
+          std::vector<uint8_t> out(static_cast<size_t>(5 * kHeads * dim) * DtypeSize(dtype));
+          RopeParams p;
+          p.x = x.data();
+          p.x_stride = x_stride;
+          p.m = kM, p.heads = kHeads, p.head_dim = dim;
+          p.cos_sin = table.data();
+          p.norm = norm ? weight.data() : nullptr;
+          p.eps = kEps;
+          p.out_dtype = dtype;
+          p.out = out.data();
+          p.out_rows = rows;
+          p.out_head_stride = dim;
+          Rope(p, {});
+          for (int32_t r = 0; r < kM; ++r) {
+            for (int32_t h = 0; h < kHeads; ++h) {
+              const float* const head = x.data() + r * x_stride + h * dim;
+              std::vector<double> e(head, head + dim);
+              if (norm) e = NormReference(head, dim, weight.data(), kEps);
+              for (int32_t i = 0; i < half; ++i) {
+                const double angle = positions[r] * frequencies[static_cast<size_t>(i)];
+                const double a = e[static_cast<size_t>(i)], b = e[static_cast<size_t>(i + half)];
+                const double turned[2] = {kFactor * (a * std::cos(angle) - b * std::sin(angle)),
+                                          kFactor * (b * std::cos(angle) + a * std::sin(angle))};
+                for (int part = 0; part < 2; ++part) {
+                  const double got = LoadElement(dtype, out.data(), rows[r] + h * dim + i + part * half);
+                  const double bound = (std::fabs(a) + std::fabs(b)) * kFactor * (1e-6 + DtypeEpsilon(dtype)) + 1e-7;
+                  ASSERT_NEAR(got, turned[part], bound) << "dim " << dim << " row " << r << " head " << h << " " << i;
+                }
+              }
+            }
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST_F(Ops, StoredRowsAreRoundedAsScalarsAreAndComeBack) {
+  std::vector<float> values = RandomFloats(2 * 1000, 131);
+  const float special[] = {0.0f,    -0.0f,     65504.0f,   65520.0f, 1e-7f, -1e-8f,
+                           6.1e-5f, kInfinity, -kInfinity, 1e38f,    3e-41f};
+  std::copy(std::begin(special), std::end(special), values.begin() + 5);
+  values[30] = kNan;
+  ForEachTarget([&] {
+    for (const int32_t dtype : {PHSA_F32, PHSA_F16, PHSA_BF16}) {
+      for (const int32_t dim : kDims) {
+        const int64_t rows[2] = {dim + 3, 0};
+        std::vector<uint8_t> stored(static_cast<size_t>(2 * dim + 3) * DtypeSize(dtype));
+        StoreRows(values.data(), 1000, 2, dim, dtype, stored.data(), rows, 0, {});
+        std::vector<float> back(static_cast<size_t>(2 * dim));
+        LoadRows(dtype, stored.data(), dim + 3, 2, dim, back.data(), dim, {});
+        for (int32_t r = 0; r < 2; ++r) {
+          for (int32_t i = 0; i < dim; ++i) {
+            const float expected = RoundTo(dtype, values[static_cast<size_t>((1 - r) * 1000 + i)]);
+            const float got = back[static_cast<size_t>(r * dim + i)];
+            if (std::isnan(expected)) {
+              EXPECT_TRUE(std::isnan(got));
+            } else {
+              ASSERT_EQ(std::bit_cast<uint32_t>(got), std::bit_cast<uint32_t>(expected))
+                  << DtypeName(dtype) << " " << i;
+            }
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST_F(Ops, LayersGiveTheSameBitsForEveryThreadCount) {
+  constexpr int32_t kM = 150, kDim = 1024;
+  const std::vector<float> x = RandomFloats(size_t{kM} * kDim, 141), y = RandomFloats(size_t{kM} * kDim, 142);
+  const std::vector<float> weight = RandomFloats(kDim, 143);
+  const auto run = [&](const phsa_executor& executor) {
+    std::vector<float> sum = x, normed(x.size()), gated(x.size()), turned(x.size()), table(size_t{kM} * 64);
+    std::vector<int32_t> positions(kM);
+    for (int32_t i = 0; i < kM; ++i) positions[static_cast<size_t>(i)] = i * 7;
+    std::vector<double> frequencies(32, 0.1);
+    AddRmsNorm(sum.data(), kDim, y.data(), kDim, kM, kDim, weight.data(), 1e-5f, normed.data(), kDim, executor);
+    SiluMul(x.data(), kDim, y.data(), kDim, kM, kDim, gated.data(), kDim, executor);
+    RopeTable(positions.data(), kM, frequencies.data(), 32, 1, table.data(), executor);
+    RopeParams p;
+    p.x = x.data();
+    p.x_stride = kDim;
+    p.m = kM, p.heads = 16, p.head_dim = 64;
+    p.cos_sin = table.data();
+    p.out = turned.data();
+    p.out_row_stride = kDim;
+    p.out_head_stride = 64;
+    Rope(p, executor);
+    std::vector<float> all = sum;
+    for (const auto* part : {&normed, &gated, &turned}) all.insert(all.end(), part->begin(), part->end());
+    return all;
+  };
+  ForEachTarget([&] {
+    const std::vector<float> alone = run({});
+    for (const int32_t threads : {2, 3}) {
+      ThreadPool pool(threads);
+      ASSERT_EQ(run(pool.executor()), alone) << threads;
+    }
+  });
+}
+
+TEST_F(Ops, LogSumExpHoldsForLargeLogitsAndSumsAll) {
+  std::vector<float> x(5000, 1000.0f);
+  EXPECT_NEAR(LogSumExp(x.data(), 5000), 1000 + std::log(5000.0), 1e-9);
+  x = RandomFloats(5000, 151, 5);
+  double sum = 0;
+  for (const float v : x) sum += std::exp(static_cast<double>(v));
+  EXPECT_NEAR(LogSumExp(x.data(), 5000), std::log(sum), 1e-10);
+  EXPECT_EQ(LogSumExp(x.data(), 0), -HUGE_VAL);
+  x.assign(3, -kInfinity);
+  EXPECT_EQ(LogSumExp(x.data(), 3), -HUGE_VAL);
+}
+
+TEST_F(Ops, AnUnknownTargetIsRefusedByName) {
+  try {
+    SetOpsTarget("mmx");
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("\"mmx\""), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find(OpsTargetNames().front()), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace phsa
