@@ -2,7 +2,7 @@
 # Builds the CUDA kernels into one shared library and runs all their tests on this machine's GPU.
 #   scripts/test-cuda.sh            build, then test
 #   scripts/test-cuda.sh --build    build only
-#   scripts/test-cuda.sh --bench    build, test, then time the forward against dense attention
+#   scripts/test-cuda.sh --bench    build, test, then time forward, decode and backward against dense attention
 # PHSA_CUDA_ARCHES names the targets (default: 90a, and 80 as the plain path for other GPUs).
 set -eu
 cd "$(dirname "$0")/.."
@@ -31,10 +31,12 @@ done | xargs -r -P "${JOBS:-2}" -I{} sh -c '{}'
 [ "${1:-}" = --build ] && exit 0
 
 # The tests are programs too: a GPU machine may have torch and no pytest.
+export PHSA_CUDA_KERNELS="$build/libphsa_cuda_kernels.so" PHSA_CUDA_LIBRARY="$build/libphsa_cuda_kernels.so"
 for test in tests/cuda/test_*.py; do
   echo "$test"
-  PHSA_CUDA_LIBRARY=$build/libphsa_cuda_kernels.so "$python" "$test"
+  "$python" "$test"
 done
 if [ "${1:-}" = --bench ]; then
   "$python" bench/cuda/bench_forward.py
+  "$python" bench/cuda/bench_decode_backward.py
 fi

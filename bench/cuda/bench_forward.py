@@ -9,11 +9,12 @@ import pathlib
 import statistics
 import sys
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tests/cuda"))
-import forward_kernels as fk  # noqa: E402
+import forward_kernels as fk
 
 PAPER_32K = dict(init=128, local=512, top_k=16)
 PAPER_4K = dict(init=16, local=128, top_k=2)
@@ -75,9 +76,23 @@ def kernel_times(function):
         return {"profiler": str(error)}
 
 
-def bench(library, length, heads_q, heads_kv, settings, dense, dim=128, dtype=torch.bfloat16, check=16):
+def load_captured(path):
+    """q, k, v and flags of one layer, as capture.py wrote them."""
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in ("q", "k", "v", "flags")}
+
+    def join(name):
+        low, high = arrays[name]
+        words = low.astype(np.uint16) | (high.astype(np.uint16) << 8)
+        return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).cuda()
+
+    return join("q"), join("k"), join("v"), torch.from_numpy(arrays["flags"].copy()).cuda()
+
+
+def bench(library, inputs, settings, dense, check=16):
+    q, k, v, flags = inputs
+    length, heads_q, heads_kv = q.shape[0], q.shape[1], k.shape[1]
     lens = [(length, length)]
-    q, k, v, flags = fk.make_inputs(lens, heads_q, heads_kv, dim, dtype)
     f = fk.Forward(library, q, k, v, lens, flags=flags, **settings)
     f.run()
     torch.cuda.synchronize()
@@ -124,6 +139,7 @@ def main():
     parser.add_argument("--architecture", type=int, default=0)
     parser.add_argument("--flash", action="store_true")
     parser.add_argument("--no-dense", action="store_true")
+    parser.add_argument("--captured", help="a file of capture.py; its length and heads are used in place of the lists")
     parser.add_argument("--json")
     args = parser.parse_args()
     library = fk.load_library()
@@ -133,22 +149,33 @@ def main():
         dense["flash"] = SDPBackend.FLASH_ATTENTION
     rows = []
     print("heads length | represent select attend | forward (graph) ms | cudnn (graph) ms, ratio | flash | checks")
-    for heads in args.heads.split(","):
-        heads_q, heads_kv = map(int, heads.split("/"))
-        for length in map(int, args.lengths.split(",")):
-            r = bench(library, length, heads_q, heads_kv, PAPER_32K if args.settings == "32k" else PAPER_4K, dense)
-            rows.append(r)
-            kernels = " ".join(f"{a} {b:.3f}" if isinstance(b, float) else f"{a} {b}" for a, b in r["kernels"].items())
-            cudnn = r.get("cudnn", 0.0)
-            print(
-                f"{heads} {length:6d} | {r['represent']:.3f} {r['select']:.3f} {r['attend']:.3f} | {r['forward']:.3f} "
-                f"({r['forward_graph']:.3f}) | {cudnn:.3f} ({r.get('cudnn_graph', 0.0):.3f}) {cudnn / r['forward']:.2f}x "
-                f"| {r.get('flash', 0.0):.3f} | distinct {r['distinct_64']:.1f}K differing "
-                f"{r['lists_differing']}/{r['lists_checked']} gap {r['gap']:.1e} error {r['error']:.1e} "
-                f"{r['workspace_mib']:.0f} MiB | {kernels}",
-                flush=True,
-            )
-            torch.cuda.empty_cache()
+    settings = PAPER_32K if args.settings == "32k" else PAPER_4K
+
+    def inputs():
+        if args.captured:
+            yield load_captured(args.captured)
+            return
+        for heads in args.heads.split(","):
+            heads_q, heads_kv = map(int, heads.split("/"))
+            for length in map(int, args.lengths.split(",")):
+                yield fk.make_inputs([(length, length)], heads_q, heads_kv, 128, torch.bfloat16)
+
+    for tensors in inputs():
+        r = bench(library, tensors, settings, dense)
+        del tensors
+        rows.append(r)
+        heads = f"{r['heads_q']}/{r['heads_kv']}"
+        kernels = " ".join(f"{a} {b:.3f}" if isinstance(b, float) else f"{a} {b}" for a, b in r["kernels"].items())
+        cudnn = r.get("cudnn", 0.0)
+        print(
+            f"{heads} {r['length']:6d} | {r['represent']:.3f} {r['select']:.3f} {r['attend']:.3f} | {r['forward']:.3f} "
+            f"({r['forward_graph']:.3f}) | {cudnn:.3f} ({r.get('cudnn_graph', 0.0):.3f}) {cudnn / r['forward']:.2f}x "
+            f"| {r.get('flash', 0.0):.3f} | distinct {r['distinct_64']:.1f}K differing "
+            f"{r['lists_differing']}/{r['lists_checked']} gap {r['gap']:.1e} error {r['error']:.1e} "
+            f"{r['workspace_mib']:.0f} MiB | {kernels}",
+            flush=True,
+        )
+        torch.cuda.empty_cache()
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(rows, indent=1))
 

@@ -38,6 +38,7 @@ struct PlanDesc {
   int32_t page_size = 0;
   float scale = 0;
   int32_t max_threads = 1;
+  int32_t device = PHSA_DEVICE_CPU;
 };
 
 struct PlanImpl;
@@ -60,6 +61,7 @@ class PHSA_API Plan {
   int64_t NumQueries() const;
 
   void Represent(const KeyValues& kv, const Executor& executor) const;
+  void Represent(const ForwardParams& params) const;
   void Select(const ForwardParams& params) const;
   void Attend(const ForwardParams& params) const;
   void Forward(const ForwardParams& params) const;

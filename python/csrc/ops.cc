@@ -1,6 +1,8 @@
-// The operators phsa_cpu::*, over the C ABI. Python (phsa/ops.py) allocates the outputs and has checked that every
-// sequence lies within its tensors; shapes, types and strides are checked here, settings by the plan.
+// The operators phsa_kernels::*, over the C ABI, for tensors on the CPU or on a CUDA device. Python (phsa/ops.py)
+// allocates the outputs and has checked that every sequence lies within its tensors; shapes, types and strides are
+// checked here, settings by the plan.
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
@@ -22,7 +24,7 @@ using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
 void Require(bool condition, const char* name, const char* what) {
-  if (!condition) Refuse(std::string("phsa_cpu: ") + name + " " + what);
+  if (!condition) Refuse(std::string("phsa_kernels: ") + name + " " + what);
 }
 
 int32_t Dtype(const Tensor& q) {
@@ -30,14 +32,22 @@ int32_t Dtype(const Tensor& q) {
     case ScalarType::Float: return PHSA_F32;
     case ScalarType::Half: return PHSA_F16;
     case ScalarType::BFloat16: return PHSA_BF16;
-    default: Refuse("phsa_cpu: the dtype must be float32, float16 or bfloat16");
+    default: Refuse("phsa_kernels: the dtype must be float32, float16 or bfloat16");
   }
+}
+
+// Where the tensors of a call are: where q is.
+int32_t DeviceOf(const Tensor& q) { return q.is_cuda() ? PHSA_DEVICE_CUDA : PHSA_DEVICE_CPU; }
+
+void RequireDevice(const Tensor& tensor, const char* name, int32_t device) {
+  const bool there = device == PHSA_DEVICE_CUDA ? tensor.is_cuda() : tensor.is_cpu();
+  Require(there, name, device == PHSA_DEVICE_CUDA ? "must be on the CUDA device" : "must be on the CPU");
 }
 
 // A tensor (rows, heads, width) whose last dimension is contiguous.
 struct Rows {
-  Rows(const Tensor& tensor, const char* name, ScalarType type, int64_t width) {
-    Require(tensor.is_cpu(), name, "must be on the CPU");
+  Rows(const Tensor& tensor, const char* name, ScalarType type, int64_t width, int32_t device) {
+    RequireDevice(tensor, name, device);
     Require(tensor.dim() == 3, name, "must have 3 dimensions");
     Require(tensor.scalar_type() == type, name, "has another dtype than q");
     Require(tensor.size(2) == width, name, "has a wrong last dimension");
@@ -51,15 +61,15 @@ struct Rows {
   // The kernels want a pointer even where there is nothing to read.
   void* pointer() const { return data != nullptr ? data : const_cast<char*>(&kNothing); }
 
-  static constexpr char kNothing = 0;
+  alignas(16) static constexpr char kNothing = 0;
   void* data;
   int64_t rows, heads, row_stride, head_stride;
 };
 
 // A contiguous tensor of that many elements.
 template <class T>
-T* Elements(const Tensor& tensor, const char* name, ScalarType type, int64_t count) {
-  Require(tensor.is_cpu(), name, "must be on the CPU");
+T* Elements(const Tensor& tensor, const char* name, ScalarType type, int64_t count, int32_t device) {
+  RequireDevice(tensor, name, device);
   Require(tensor.scalar_type() == type, name, "has a wrong dtype");
   Require(tensor.is_contiguous(), name, "must be contiguous");
   Require(tensor.numel() == count, name, "has a wrong number of elements");
@@ -67,8 +77,8 @@ T* Elements(const Tensor& tensor, const char* name, ScalarType type, int64_t cou
 }
 
 template <class T>
-T* Elements(const MaybeTensor& tensor, const char* name, ScalarType type, int64_t count) {
-  return tensor ? Elements<T>(*tensor, name, type, count) : nullptr;
+T* Elements(const MaybeTensor& tensor, const char* name, ScalarType type, int64_t count, int32_t device) {
+  return tensor ? Elements<T>(*tensor, name, type, count, device) : nullptr;
 }
 
 struct Layout {
@@ -88,8 +98,10 @@ struct SettingArgs {
 
 class Plan {
  public:
-  Plan(int32_t dtype, int64_t q_heads, int64_t kv_heads, int64_t head_dim, const Layout& layout,
+  Plan(int32_t device, int32_t dtype, int64_t q_heads, int64_t kv_heads, int64_t head_dim, const Layout& layout,
        const SettingArgs& args, int64_t threads) {
+    // Lengths, starts and lambdas are in host memory for every device.
+    constexpr int32_t kHost = PHSA_DEVICE_CPU;
     phsa_settings settings = PHSA_INIT(phsa_settings);
     settings.policy = static_cast<int32_t>(args.policy);
     settings.block_size = static_cast<int32_t>(args.block);
@@ -99,7 +111,7 @@ class Plan {
     settings.lambda = static_cast<float>(args.lam);
     settings.group_reduce = static_cast<int32_t>(args.group_reduce);
     settings.dense_below = static_cast<int32_t>(args.dense_below);
-    settings.head_lambda = Elements<float>(args.head_lambda, "head_lambda", ScalarType::Float, kv_heads);
+    settings.head_lambda = Elements<float>(args.head_lambda, "head_lambda", ScalarType::Float, kv_heads, kHost);
 
     const int64_t seqs = layout.q_lens.numel();
     phsa_plan_desc desc = PHSA_INIT(phsa_plan_desc);
@@ -109,14 +121,15 @@ class Plan {
     desc.num_kv_heads = static_cast<int32_t>(kv_heads);
     desc.head_dim = static_cast<int32_t>(head_dim);
     desc.num_seqs = static_cast<int32_t>(seqs);
-    desc.q_lens = Elements<int32_t>(layout.q_lens, "q_lens", ScalarType::Int, seqs);
-    desc.kv_lens = Elements<int32_t>(layout.kv_lens, "kv_lens", ScalarType::Int, seqs);
-    desc.kv_starts = Elements<int64_t>(layout.kv_starts, "kv_starts", ScalarType::Long, seqs);
+    desc.q_lens = Elements<int32_t>(layout.q_lens, "q_lens", ScalarType::Int, seqs, kHost);
+    desc.kv_lens = Elements<int32_t>(layout.kv_lens, "kv_lens", ScalarType::Int, seqs, kHost);
+    desc.kv_starts = Elements<int64_t>(layout.kv_starts, "kv_starts", ScalarType::Long, seqs, kHost);
     if (layout.rep_starts != nullptr) {
-      desc.rep_starts = Elements<int64_t>(*layout.rep_starts, "rep_starts", ScalarType::Long, seqs);
+      desc.rep_starts = Elements<int64_t>(*layout.rep_starts, "rep_starts", ScalarType::Long, seqs, kHost);
     }
     desc.scale = static_cast<float>(args.scale);
     desc.max_threads = static_cast<int32_t>(threads);
+    desc.device = device;
     phsa_plan* plan = nullptr;
     Check(phsa_plan_create(&desc, &plan));
     plan_.reset(plan);
@@ -135,7 +148,7 @@ class Plan {
 };
 
 // Scratch memory of the calling thread, kept between calls: a layer would otherwise fault the same pages in again.
-void* Workspace(size_t size) {
+void* HostWorkspace(size_t size) {
   constexpr size_t kAlignment = 64;
   struct Free {
     void operator()(void* memory) const { std::free(memory); }
@@ -153,7 +166,29 @@ void* Workspace(size_t size) {
   return memory.get();
 }
 
-phsa_kv KeyValues(const Rows& k, const Rows* v, const MaybeTensor& flags) {
+// Scratch memory where q is. On a CUDA device it comes from torch's allocator, which may give it away again as soon as
+// the call has queued its work: what comes after runs on the same stream.
+class Workspace {
+ public:
+  Workspace(const Tensor& q, size_t size) {
+    if (q.is_cuda()) {
+      const int64_t shape[] = {static_cast<int64_t>(size)};
+      tensor_ = torch::stable::new_empty(q, shape, ScalarType::Byte);
+      data_ = tensor_->data_ptr();
+    } else {
+      data_ = HostWorkspace(size);
+    }
+  }
+  void* data() const { return data_; }
+
+ private:
+  MaybeTensor tensor_;
+  void* data_;
+};
+
+void* Stream(int64_t stream) { return reinterpret_cast<void*>(static_cast<uintptr_t>(stream)); }
+
+phsa_kv KeyValues(const Rows& k, const Rows* v, const MaybeTensor& flags, int32_t device) {
   phsa_kv kv = PHSA_INIT(phsa_kv);
   kv.k = k.pointer();
   kv.k_token_stride = k.row_stride;
@@ -164,7 +199,7 @@ phsa_kv KeyValues(const Rows& k, const Rows* v, const MaybeTensor& flags) {
     kv.v_token_stride = v->row_stride;
     kv.v_head_stride = v->head_stride;
   }
-  kv.flags = Elements<uint8_t>(flags, "flags", ScalarType::Byte, k.rows);
+  kv.flags = Elements<uint8_t>(flags, "flags", ScalarType::Byte, k.rows, device);
   return kv;
 }
 
@@ -177,30 +212,39 @@ void AddReps(const Rows& reps, int64_t kv_heads, phsa_kv* kv) {
 
 void Represent(Tensor k, MaybeTensor flags, Tensor q_lens, Tensor kv_lens, Tensor kv_starts, Tensor rep_starts,
                int64_t policy, int64_t block, int64_t init, int64_t local, int64_t top_k, double lam,
-               MaybeTensor head_lambda, int64_t group_reduce, int64_t dense_below, int64_t threads, Tensor reps) {
+               MaybeTensor head_lambda, int64_t group_reduce, int64_t dense_below, int64_t threads, int64_t stream,
+               Tensor reps) {
   Require(k.dim() == 3, "k", "must have 3 dimensions");
   const ScalarType type = k.scalar_type();
-  const Rows keys(k, "k", type, k.size(2));
-  const Plan plan(Dtype(k), keys.heads, keys.heads, k.size(2), {q_lens, kv_lens, kv_starts, &rep_starts},
+  const int32_t device = DeviceOf(k);
+  const Rows keys(k, "k", type, k.size(2), device);
+  const Plan plan(device, Dtype(k), keys.heads, keys.heads, k.size(2), {q_lens, kv_lens, kv_starts, &rep_starts},
                   {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, 0}, threads);
-  phsa_kv kv = KeyValues(keys, nullptr, flags);
-  AddReps(Rows(reps, "reps", type, phsa_plan_rep_width(plan.get())), keys.heads, &kv);
+  phsa_forward_params params = PHSA_INIT(phsa_forward_params);
+  params.kv = KeyValues(keys, nullptr, flags, device);
+  AddReps(Rows(reps, "reps", type, phsa_plan_rep_width(plan.get()), device), keys.heads, &params.kv);
+  params.workspace_size = phsa_plan_workspace_size(plan.get());
+  const Workspace workspace(k, params.workspace_size);
+  params.workspace = workspace.data();
+  params.stream = Stream(stream);
   const Threads pool = Threads::Get(static_cast<int32_t>(threads));
-  const phsa_executor executor = pool.executor();
-  Check(phsa_represent(plan.get(), &kv, &executor));
+  params.executor = pool.executor();
+  Check(phsa_represent_with(plan.get(), &params));
 }
 
 // With v: attention. Without: the selection alone.
 void Forward(Tensor q, Tensor k, MaybeTensor v, MaybeTensor flags, MaybeTensor reps, Tensor q_lens, Tensor kv_lens,
              Tensor kv_starts, Tensor rep_starts, int64_t policy, int64_t block, int64_t init, int64_t local,
              int64_t top_k, double lam, MaybeTensor head_lambda, int64_t group_reduce, int64_t dense_below,
-             double scale, int64_t threads, MaybeTensor out, MaybeTensor lse, Tensor selection, MaybeTensor scores) {
+             double scale, int64_t threads, int64_t stream, MaybeTensor out, MaybeTensor lse, Tensor selection,
+             MaybeTensor scores) {
   Require(q.dim() == 3, "q", "must have 3 dimensions");
   const ScalarType type = q.scalar_type();
   const int64_t head_dim = q.size(2);
-  const Rows queries(q, "q", type, head_dim);
-  const Rows keys(k, "k", type, head_dim);
-  const Plan plan(Dtype(q), queries.heads, keys.heads, head_dim, {q_lens, kv_lens, kv_starts, &rep_starts},
+  const int32_t device = DeviceOf(q);
+  const Rows queries(q, "q", type, head_dim, device);
+  const Rows keys(k, "k", type, head_dim, device);
+  const Plan plan(device, Dtype(q), queries.heads, keys.heads, head_dim, {q_lens, kv_lens, kv_starts, &rep_starts},
                   {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, scale}, threads);
 
   phsa_forward_params params = PHSA_INIT(phsa_forward_params);
@@ -208,25 +252,27 @@ void Forward(Tensor q, Tensor k, MaybeTensor v, MaybeTensor flags, MaybeTensor r
   params.q_token_stride = queries.row_stride;
   params.q_head_stride = queries.head_stride;
   if (v) {
-    const Rows values(*v, "v", type, head_dim);
-    params.kv = KeyValues(keys, &values, flags);
+    const Rows values(*v, "v", type, head_dim, device);
+    params.kv = KeyValues(keys, &values, flags, device);
     Require(out.has_value() && lse.has_value(), "out", "and lse are needed with v");
-    const Rows outputs(*out, "out", type, head_dim);
+    const Rows outputs(*out, "out", type, head_dim, device);
     Require(outputs.rows == queries.rows && outputs.heads == queries.heads, "out", "has another shape than q");
     params.out = outputs.pointer();
     params.out_token_stride = outputs.row_stride;
     params.out_head_stride = outputs.head_stride;
-    params.lse = Elements<float>(lse, "lse", ScalarType::Float, queries.rows * queries.heads);
+    params.lse = Elements<float>(lse, "lse", ScalarType::Float, queries.rows * queries.heads, device);
   } else {
-    params.kv = KeyValues(keys, nullptr, flags);
+    params.kv = KeyValues(keys, nullptr, flags, device);
   }
   const int32_t rep_width = phsa_plan_rep_width(plan.get());
-  if (reps && rep_width > 0) AddReps(Rows(*reps, "reps", type, rep_width), keys.heads, &params.kv);
+  if (reps && rep_width > 0) AddReps(Rows(*reps, "reps", type, rep_width, device), keys.heads, &params.kv);
   const int64_t selection_size = plan.SelectionSize(queries.rows);
-  params.selection = Elements<int32_t>(selection, "selection", ScalarType::Int, selection_size);
-  params.selection_scores = Elements<float>(scores, "scores", ScalarType::Float, selection_size);
+  params.selection = Elements<int32_t>(selection, "selection", ScalarType::Int, selection_size, device);
+  params.selection_scores = Elements<float>(scores, "scores", ScalarType::Float, selection_size, device);
   params.workspace_size = phsa_plan_workspace_size(plan.get());
-  params.workspace = Workspace(params.workspace_size);
+  const Workspace workspace(q, params.workspace_size);
+  params.workspace = workspace.data();
+  params.stream = Stream(stream);
   const Threads pool = Threads::Get(static_cast<int32_t>(threads));
   params.executor = pool.executor();
   if (v) {
@@ -239,17 +285,18 @@ void Forward(Tensor q, Tensor k, MaybeTensor v, MaybeTensor flags, MaybeTensor r
 void Backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor selection, Tensor q_lens,
               Tensor kv_lens, Tensor kv_starts, int64_t policy, int64_t block, int64_t init, int64_t local,
               int64_t top_k, double lam, MaybeTensor head_lambda, int64_t group_reduce, int64_t dense_below,
-              double scale, int64_t threads, Tensor d_q, Tensor d_k, Tensor d_v) {
+              double scale, int64_t threads, int64_t stream, Tensor d_q, Tensor d_k, Tensor d_v) {
   Require(q.dim() == 3, "q", "must have 3 dimensions");
   const ScalarType type = q.scalar_type();
   const int64_t head_dim = q.size(2);
-  const Rows queries(q, "q", type, head_dim);
-  const Rows keys(k, "k", type, head_dim);
-  const Rows values(v, "v", type, head_dim);
-  const Plan plan(Dtype(q), queries.heads, keys.heads, head_dim, {q_lens, kv_lens, kv_starts, nullptr},
+  const int32_t device = DeviceOf(q);
+  const Rows queries(q, "q", type, head_dim, device);
+  const Rows keys(k, "k", type, head_dim, device);
+  const Rows values(v, "v", type, head_dim, device);
+  const Plan plan(device, Dtype(q), queries.heads, keys.heads, head_dim, {q_lens, kv_lens, kv_starts, nullptr},
                   {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, scale}, threads);
   const auto like = [&](const Tensor& tensor, const char* name, const Rows& other) {
-    const Rows rows(tensor, name, type, head_dim);
+    const Rows rows(tensor, name, type, head_dim, device);
     Require(rows.rows == other.rows && rows.heads == other.heads, name, "has a wrong shape");
     return rows;
   };
@@ -263,12 +310,13 @@ void Backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse
   params.q = queries.pointer();
   params.q_token_stride = queries.row_stride;
   params.q_head_stride = queries.head_stride;
-  params.kv = KeyValues(keys, &values, std::nullopt);
+  params.kv = KeyValues(keys, &values, std::nullopt, device);
   params.out = outputs.pointer();
   params.out_token_stride = outputs.row_stride;
   params.out_head_stride = outputs.head_stride;
-  params.lse = Elements<float>(lse, "lse", ScalarType::Float, queries.rows * queries.heads);
-  params.selection = Elements<int32_t>(selection, "selection", ScalarType::Int, plan.SelectionSize(queries.rows));
+  params.lse = Elements<float>(lse, "lse", ScalarType::Float, queries.rows * queries.heads, device);
+  params.selection =
+      Elements<int32_t>(selection, "selection", ScalarType::Int, plan.SelectionSize(queries.rows), device);
   params.d_out = d_outputs.pointer();
   params.d_out_token_stride = d_outputs.row_stride;
   params.d_out_head_stride = d_outputs.head_stride;
@@ -282,7 +330,9 @@ void Backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse
   params.d_v_token_stride = d_values.row_stride;
   params.d_v_head_stride = d_values.head_stride;
   params.workspace_size = phsa_plan_backward_workspace_size(plan.get());
-  params.workspace = Workspace(params.workspace_size);
+  const Workspace workspace(q, params.workspace_size);
+  params.workspace = workspace.data();
+  params.stream = Stream(stream);
   const Threads pool = Threads::Get(static_cast<int32_t>(threads));
   params.executor = pool.executor();
   Check(phsa_backward(plan.get(), &params));
@@ -295,22 +345,29 @@ void Backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse
   "int policy, int block, int init, int local, int top_k, float lam, Tensor? head_lambda, int group_reduce, " \
   "int dense_below"
 
-STABLE_TORCH_LIBRARY(phsa_cpu, m) {
+STABLE_TORCH_LIBRARY(phsa_kernels, m) {
   m.def(
       "represent(Tensor k, Tensor? flags, Tensor q_lens, Tensor kv_lens, Tensor kv_starts, Tensor "
-      "rep_starts, " PHSA_SETTINGS_SCHEMA ", int threads, Tensor(a!) reps) -> ()");
+      "rep_starts, " PHSA_SETTINGS_SCHEMA ", int threads, int stream, Tensor(a!) reps) -> ()");
   m.def(
       "forward(Tensor q, Tensor k, Tensor? v, Tensor? flags, Tensor(a!)? reps, Tensor q_lens, Tensor kv_lens, "
       "Tensor kv_starts, Tensor rep_starts, " PHSA_SETTINGS_SCHEMA
-      ", float scale, int threads, Tensor(b!)? out, Tensor(c!)? lse, Tensor(d!) selection, Tensor(e!)? scores) "
+      ", float scale, int threads, int stream, Tensor(b!)? out, Tensor(c!)? lse, Tensor(d!) selection, Tensor(e!)? "
+      "scores) "
       "-> ()");
   m.def(
       "backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor selection, "
       "Tensor q_lens, Tensor kv_lens, Tensor kv_starts, " PHSA_SETTINGS_SCHEMA
-      ", float scale, int threads, Tensor(a!) d_q, Tensor(b!) d_k, Tensor(c!) d_v) -> ()");
+      ", float scale, int threads, int stream, Tensor(a!) d_q, Tensor(b!) d_k, Tensor(c!) d_v) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(phsa_cpu, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(phsa_kernels, CUDA, m) {
+  m.impl("represent", TORCH_BOX(&phsa_torch::Represent));
+  m.impl("forward", TORCH_BOX(&phsa_torch::Forward));
+  m.impl("backward", TORCH_BOX(&phsa_torch::Backward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(phsa_kernels, CPU, m) {
   m.impl("represent", TORCH_BOX(&phsa_torch::Represent));
   m.impl("forward", TORCH_BOX(&phsa_torch::Forward));
   m.impl("backward", TORCH_BOX(&phsa_torch::Backward));

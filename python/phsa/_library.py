@@ -107,6 +107,11 @@ def targets() -> list[str]:
     return load().phsa_targets().decode().split()
 
 
+def has_cuda() -> bool:
+    """Whether libphsa was built with its CUDA kernels."""
+    return bool(load().phsa_has_device(1))
+
+
 def target() -> str:
     """The one in use."""
     return load().phsa_target().decode()

@@ -1,8 +1,8 @@
 """The attention as PyTorch operators.
 
-The CPU kernels of libphsa run where they can, plain PyTorch everywhere else (other devices, float64, other head
-sizes). Tensors are packed: queries are (tokens, q_heads, head_dim), keys and values (tokens, kv_heads, head_dim), the
-sequences of a batch one after the other. Only the last dimension must be contiguous.
+The kernels of libphsa run where they can, on the CPU and on CUDA devices, and plain PyTorch everywhere else (other
+devices, float64, other head sizes). Tensors are packed: queries are (tokens, q_heads, head_dim), keys and values
+(tokens, kv_heads, head_dim), the sequences of a batch one after the other. Only the last dimension must be contiguous.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ from . import _fallback
 
 __all__ = ["backends", "phsa_attention", "representatives", "select"]
 
-BACKENDS = ("auto", "cpu", "torch")
+BACKENDS = ("auto", "cpu", "cuda", "torch")
 _HEAD_DIMS = (64, 80, 96, 128, 256)
+_CUDA_HEAD_DIMS = (64, 128)
+_CUDA_POLICIES = ("dense", "phsa", "infllm2", "streaming")
+_CUDA_GROUP = 16
+_CUDA_TOP_K = 64
+_CUDA_TOKENS = 1 << 20
 _REFUSED = "phsa refuses: "  # as in csrc/status.h
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -43,10 +48,18 @@ def _load() -> str | None:
     return None
 
 
-def _kernel(name: str, *args: object) -> None:
-    """Runs an operator of the library. torch makes a RuntimeError of every C++ exception; refusals bear a mark."""
+def _kernel(name: str, device: torch.device, args: Sequence[object], outputs: Sequence[object]) -> None:
+    """Runs an operator of the library, on the device's current stream.
+
+    torch makes a RuntimeError of every C++ exception; refusals bear a mark.
+    """
+    operator = getattr(torch.ops.phsa_kernels, name)
     try:
-        getattr(torch.ops.phsa_cpu, name)(*args)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                operator(*args, 1, torch.cuda.current_stream(device).cuda_stream, *outputs)
+        else:
+            operator(*args, torch.get_num_threads(), 0, *outputs)
     except RuntimeError as error:
         message = str(error)
         if not message.startswith(_REFUSED):
@@ -55,24 +68,58 @@ def _kernel(name: str, *args: object) -> None:
 
 
 def backends() -> tuple[str, ...]:
-    """The backends that this installation has."""
-    return ("cpu", "torch") if _load() is None else ("torch",)
+    """The backends that this installation has; ``cuda`` where libphsa has its kernels and there is a device."""
+    if _load() is not None:
+        return ("torch",)
+    return ("cpu", "cuda", "torch") if _library.has_cuda() and torch.cuda.is_available() else ("cpu", "torch")
 
 
-def _use_kernels(backend: str, q: Tensor) -> bool:
+def _cuda_misfit(q: Tensor, k: Tensor, settings: Settings, backward: bool) -> str | None:
+    """What the CUDA kernels cannot do with these inputs, or None."""
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"{q.dtype}; allowed: float16, bfloat16"
+    if q.shape[-1] not in _CUDA_HEAD_DIMS:
+        return f"head_dim {q.shape[-1]}; allowed: {', '.join(map(str, _CUDA_HEAD_DIMS))}"
+    if q.shape[-2] // k.shape[-2] > _CUDA_GROUP:
+        return f"{q.shape[-2] // k.shape[-2]} query heads per KV head; allowed: up to {_CUDA_GROUP}"
+    if settings.policy not in _CUDA_POLICIES:
+        return f"policy {settings.policy!r}; allowed: {', '.join(_CUDA_POLICIES)}"
+    if settings.block != 16:
+        return f"block {settings.block}; allowed: 16"
+    if settings.top_k > _CUDA_TOP_K:
+        return f"top_k {settings.top_k}; allowed: up to {_CUDA_TOP_K}"
+    if k.shape[0] > _CUDA_TOKENS:
+        return f"{k.shape[0]} keys; allowed: up to {_CUDA_TOKENS}"
+    if backward and settings.group_reduce == "none":
+        return "a backward with group_reduce 'none'; allowed: sum, max"
+    return None
+
+
+def _use_kernels(backend: str, q: Tensor, k: Tensor, settings: Settings, backward: bool = False) -> bool:
     if backend == "torch":
         return False
-    fits = q.device.type == "cpu" and q.dtype in _DTYPES and q.shape[-1] in _HEAD_DIMS
     reason = _load()
-    if backend == "cpu":
-        if not fits:
-            raise ValueError(
-                f"phsa_attention: the cpu backend has {q.dtype} with head_dim {q.shape[-1]} on {q.device}; allowed: "
-                f"float32, float16, bfloat16 with head_dim {', '.join(map(str, _HEAD_DIMS))} on the CPU"
+    if q.device.type == "cuda" and backend in ("auto", "cuda"):
+        misfit = _cuda_misfit(q, k, settings, backward)
+        if reason is None and not _library.has_cuda():
+            reason = "libphsa was built without CUDA"
+    else:
+        misfit = None
+        if q.device.type != "cpu" or backend == "cuda":
+            misfit = (
+                f"{q.dtype} on {q.device}; allowed: tensors on {'a CUDA device' if backend == 'cuda' else 'the CPU'}"
             )
+        elif q.dtype not in _DTYPES or q.shape[-1] not in _HEAD_DIMS:
+            misfit = (
+                f"{q.dtype} with head_dim {q.shape[-1]} on {q.device}; allowed: float32, float16, bfloat16 with "
+                f"head_dim {', '.join(map(str, _HEAD_DIMS))} on the CPU"
+            )
+    if backend != "auto":
+        if misfit is not None:
+            raise ValueError(f"phsa_attention: the {backend} backend has {misfit}")
         if reason is not None:
-            raise RuntimeError(f"phsa_attention: the cpu backend is not there: {reason}")
-    return fits and reason is None
+            raise RuntimeError(f"phsa_attention: the {backend} backend is not there: {reason}")
+    return misfit is None and reason is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,7 +233,11 @@ def _layout(seqs: list[_fallback.Sequence]) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """The last dimension contiguous; on a CUDA device, rows at multiples of 16 bytes: its kernels load that much."""
+    fits = x.stride(-1) == 1
+    if x.device.type == "cuda":
+        fits = fits and x.data_ptr() % 16 == 0 and all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:-1])
+    return x if fits else x.contiguous()
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
@@ -215,26 +266,13 @@ def _run_forward(
     scores: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Attention, or, without v, the selection alone. With reps, the batch's new representatives are written first."""
-    kernels = _use_kernels(backend, q)
+    kernels = _use_kernels(backend, q, k, settings)
     outputs = _empty_outputs(q, k, settings.policy, settings.top_k, settings.group_reduce)
     out, lse, selection = (None, None, outputs[2]) if v is None else outputs
     if kernels:
-        _kernel(
-            "forward",
-            _rows_contiguous(q),
-            _rows_contiguous(k),
-            None if v is None else _rows_contiguous(v),
-            flags,
-            reps,
-            *_layout(seqs),
-            *_native_settings(settings, lam),
-            scale,
-            torch.get_num_threads(),
-            out,
-            lse,
-            selection,
-            scores,
-        )
+        inputs = (_rows_contiguous(q), _rows_contiguous(k), None if v is None else _rows_contiguous(v), flags, reps)
+        args = (*inputs, *_layout(seqs), *_native_settings(settings, lam), scale)
+        _kernel("forward", q.device, args, (out, lse, selection, scores))
     else:
         if reps is not None and v is not None:
             _fallback.write_reps(k, flags, reps, seqs, settings)
@@ -314,26 +352,12 @@ def _attention_backward(
     seqs = _sequences(q.shape[0], k.shape[0], q_lens, kv_lens)
     # The kernels differentiate whole sequences; a chunk's gradient (q_len < kv_len) is computed in PyTorch.
     whole = all(seq.q_len == seq.kv_len for seq in seqs)
-    if not whole or not _use_kernels(backend, q):
+    if not whole or not _use_kernels(backend, q, k, settings, backward=True):
         return _fallback.backward(q, k, v, out, lse, selection, d_out, seqs, settings, scale)
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    _kernel(
-        "backward",
-        _rows_contiguous(d_out),
-        _rows_contiguous(q),
-        _rows_contiguous(k),
-        _rows_contiguous(v),
-        _rows_contiguous(out),
-        lse,
-        selection,
-        *_layout(seqs)[:3],
-        *_native_settings(settings, lam),
-        scale,
-        torch.get_num_threads(),
-        d_q,
-        d_k,
-        d_v,
-    )
+    inputs = (*(_rows_contiguous(x) for x in (d_out, q, k, v, out)), lse, selection)
+    args = (*inputs, *_layout(seqs)[:3], *_native_settings(settings, lam), scale)
+    _kernel("backward", q.device, args, (d_q, d_k, d_v))
     return d_q, d_k, d_v
 
 
@@ -436,16 +460,9 @@ def _represent(
     blocks = _fallback.Blocks.of(settings)
     rows = sum(blocks.rep_rows(seq.kv_len) for seq in seqs)
     reps = k.new_empty((rows, k.shape[1], blocks.rep_width(k.shape[2])))
-    if _use_kernels(backend, k):
-        _kernel(
-            "represent",
-            _rows_contiguous(k),
-            flags,
-            *_layout(seqs),
-            *_native_settings(settings, lam),
-            torch.get_num_threads(),
-            reps,
-        )
+    if _use_kernels(backend, k, k, settings):
+        args = (_rows_contiguous(k), flags, *_layout(seqs), *_native_settings(settings, lam))
+        _kernel("represent", k.device, args, (reps,))
     else:
         _fallback.write_reps(k, flags, reps, seqs, settings)
     return reps
@@ -728,7 +745,7 @@ def phsa_attention(
         scale: of the dot products. None: 1/sqrt(head_dim).
         dense_below: query positions below this read everything.
         return_selection: whether to return the chosen blocks too.
-        backend: auto, cpu (the kernels) or torch (plain PyTorch).
+        backend: auto, cpu or cuda (the kernels) or torch (plain PyTorch).
 
     Returns:
         The output, shaped as q, and the natural logarithm of the sum of the exponentials (tokens, q_heads) in f32

@@ -472,7 +472,7 @@ def test_works_in_data_loader_workers() -> None:
         ({"policy": "infllm2-64", "block": 16}, "64 with infllm2-64"),
         ({"group_reduce": "mean"}, "allowed: sum, max, none"),
         ({"scale": -1.0}, "scale is -1.0"),
-        ({"backend": "gpu"}, "allowed: auto, cpu, torch"),
+        ({"backend": "gpu"}, "allowed: auto, cpu, cuda, torch"),
         ({"cu_seqlens": [0, 50]}, "sum to 50"),
         ({"cu_seqlens": [0, 70, 60, 100]}, "sequence 1"),
         ({"cu_seqlens": [0]}, "sequences \\+ 1"),
@@ -519,10 +519,9 @@ def test_the_library_judges_settings_too() -> None:
     selection = torch.empty(100, 2, 1, dtype=torch.int32)
 
     def forward(block: int, out: Tensor) -> None:
-        ops._kernel(
-            "forward", q, k, v, flags, None, lens, lens, start, start, 1, block, 16, 16, 1, 0.5, None, 0, 0, 0.125, 1,
-            out, lse, selection, None,
-        )  # fmt: skip
+        settings = (1, block, 16, 16, 1, 0.5, None, 0, 0)
+        args = (q, k, v, flags, None, lens, lens, start, start, *settings, 0.125)
+        ops._kernel("forward", q.device, args, (out, lse, selection, None))
 
     with pytest.raises(ValueError, match="block_size is 17; allowed: 16, 32, 64"):
         forward(17, out)

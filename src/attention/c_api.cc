@@ -1,9 +1,11 @@
 // The C ABI over the C++ one: no exception leaves it, and every failure leaves a message.
+#include <cstddef>
 #include <cstring>
 #include <exception>
 #include <new>
 #include <string>
 
+#include "attention/cuda/backend.h"
 #include "attention/targets.h"
 #include "base/errors.h"
 #include "phsa/attention.h"
@@ -65,10 +67,29 @@ phsa_settings ToC(const Settings& settings) {
   return c;
 }
 
-PlanDesc FromC(const phsa_plan_desc& c) {
-  if (c.struct_size != sizeof(phsa_plan_desc)) {
-    ThrowInvalid("plan: struct_size is {}; allowed: {} (use PHSA_INIT)", c.struct_size, sizeof(phsa_plan_desc));
+// The struct as this header has it, from a caller whose header may end at `first_size`: what is missing is zero.
+template <class T>
+T Widened(const T& given, size_t first_size, const char* where) {
+  if (given.struct_size == sizeof(T)) return given;
+  if (given.struct_size != first_size) {
+    ThrowInvalid("{}: struct_size is {}; allowed: {} or {} (use PHSA_INIT)", where, given.struct_size, first_size,
+                 sizeof(T));
   }
+  T wide{};
+  std::memcpy(&wide, &given, first_size);
+  wide.struct_size = sizeof(T);
+  return wide;
+}
+
+// The parameters of a stage; `stream` is their first newer member.
+template <class T>
+T Widened(const T* params, const char* where) {
+  if (params == nullptr) ThrowInvalid("{}: params is null", where);
+  return Widened(*params, offsetof(T, stream), where);
+}
+
+PlanDesc FromC(const phsa_plan_desc& given) {
+  const phsa_plan_desc c = Widened(given, offsetof(phsa_plan_desc, device), "plan");
   PlanDesc desc;
   const phsa_settings& settings = Given(c.settings, "plan: settings");
   desc.settings = Settings::FromC(settings);
@@ -87,6 +108,7 @@ PlanDesc FromC(const phsa_plan_desc& c) {
   desc.page_size = c.page_size;
   desc.scale = c.scale;
   desc.max_threads = c.max_threads;
+  desc.device = c.device;
   return desc;
 }
 
@@ -171,20 +193,24 @@ phsa_status phsa_represent(const phsa_plan* plan, const phsa_kv* kv, const phsa_
   });
 }
 
+phsa_status phsa_represent_with(const phsa_plan* plan, const phsa_forward_params* params) {
+  return Guarded([&] { Given(plan, "represent: plan").plan.Represent(phsa::Widened(params, "represent")); });
+}
+
 phsa_status phsa_select(const phsa_plan* plan, const phsa_forward_params* params) {
-  return Guarded([&] { Given(plan, "select: plan").plan.Select(Given(params, "select: params")); });
+  return Guarded([&] { Given(plan, "select: plan").plan.Select(phsa::Widened(params, "select")); });
 }
 
 phsa_status phsa_attend(const phsa_plan* plan, const phsa_forward_params* params) {
-  return Guarded([&] { Given(plan, "attend: plan").plan.Attend(Given(params, "attend: params")); });
+  return Guarded([&] { Given(plan, "attend: plan").plan.Attend(phsa::Widened(params, "attend")); });
 }
 
 phsa_status phsa_forward(const phsa_plan* plan, const phsa_forward_params* params) {
-  return Guarded([&] { Given(plan, "forward: plan").plan.Forward(Given(params, "forward: params")); });
+  return Guarded([&] { Given(plan, "forward: plan").plan.Forward(phsa::Widened(params, "forward")); });
 }
 
 phsa_status phsa_backward(const phsa_plan* plan, const phsa_backward_params* params) {
-  return Guarded([&] { Given(plan, "backward: plan").plan.Backward(Given(params, "backward: params")); });
+  return Guarded([&] { Given(plan, "backward: plan").plan.Backward(phsa::Widened(params, "backward")); });
 }
 
 phsa_status phsa_tokens_read(const phsa_plan* plan, const int32_t* selection, int64_t* read, int64_t* dense) {
@@ -214,6 +240,9 @@ phsa_status phsa_punctuation_table(const char* set, const char* const* tokens, c
 const char* phsa_last_error(void) { return phsa::g_last_error.c_str(); }
 const char* phsa_version(void) { return PHSA_VERSION; }
 int32_t phsa_abi_version(void) { return PHSA_ABI_VERSION; }
+int32_t phsa_has_device(int32_t device) {
+  return device == PHSA_DEVICE_CPU || (device == PHSA_DEVICE_CUDA && phsa::cuda::Compiled());
+}
 
 const char* phsa_targets(void) {
   static const std::string names = phsa::TargetNames();

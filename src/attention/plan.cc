@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "attention/cpu/workspace.h"
+#include "attention/cuda/backend.h"
 #include "attention/targets.h"
 #include "base/errors.h"
 
@@ -151,15 +152,18 @@ void CheckWorkspace(const void* workspace, size_t size, size_t needed, const cha
   }
 }
 
-void CheckForward(const PlanImpl& plan, const ForwardParams& params, const char* where, bool attends) {
+// What a stage reads and writes.
+enum class Needs { kKeys, kQueries, kAll };
+
+void CheckForward(const PlanImpl& plan, const ForwardParams& params, const char* where, Needs needs) {
   if (params.struct_size != sizeof(ForwardParams)) {
     ThrowInvalid("{}: struct_size is {}; allowed: {} (use PHSA_INIT)", where, params.struct_size,
                  sizeof(ForwardParams));
   }
-  CheckKv(plan, params.kv, where, attends);
+  CheckKv(plan, params.kv, where, needs == Needs::kAll);
   CheckExecutor(plan, params.executor, where);
-  if (params.q == nullptr) ThrowInvalid("{}: q is null", where);
-  if (attends && params.out == nullptr) ThrowInvalid("{}: out is null", where);
+  if (needs != Needs::kKeys && params.q == nullptr) ThrowInvalid("{}: q is null", where);
+  if (needs == Needs::kAll && params.out == nullptr) ThrowInvalid("{}: out is null", where);
   CheckWorkspace(params.workspace, params.workspace_size, plan.workspace_size, where);
 }
 
@@ -170,8 +174,15 @@ Plan::Plan(const PlanDesc& desc) {
   TakeSettings(desc.settings, plan.get());
   TakeHeads(desc, plan.get());
   TakeSequences(desc, plan.get());
-  plan->workspace_size = cpu::ForwardWorkspaceSize(*plan);
-  plan->backward_workspace_size = cpu::BackwardWorkspaceSize(*plan);
+  if (desc.device == PHSA_DEVICE_CUDA) {
+    plan->device = desc.device;
+    cuda::Prepare(plan.get());
+  } else if (desc.device == PHSA_DEVICE_CPU) {
+    plan->workspace_size = cpu::ForwardWorkspaceSize(*plan);
+    plan->backward_workspace_size = cpu::BackwardWorkspaceSize(*plan);
+  } else {
+    ThrowInvalid("plan: device is {}; allowed: 0 (the CPU), 1 (CUDA)", desc.device);
+  }
   impl_ = std::move(plan);
 }
 
@@ -189,6 +200,9 @@ int32_t Plan::SelectionSlots() const { return impl_->top_k; }
 int64_t Plan::NumQueries() const { return impl_->num_queries; }
 
 void Plan::Represent(const KeyValues& kv, const Executor& executor) const {
+  if (impl_->device == PHSA_DEVICE_CUDA) {
+    throw Error(PHSA_UNSUPPORTED, "represent: a plan for CUDA needs a workspace and a stream; use phsa_represent_with");
+  }
   CheckKv(*impl_, kv, "represent", false);
   CheckExecutor(*impl_, executor, "represent");
   if (impl_->num_reps == 0) return;  // nothing to represent, or no block complete yet
@@ -196,22 +210,33 @@ void Plan::Represent(const KeyValues& kv, const Executor& executor) const {
   ActiveBackend().represent(*impl_, kv, executor);
 }
 
+void Plan::Represent(const ForwardParams& params) const {
+  if (impl_->device == PHSA_DEVICE_CPU) return Represent(params.kv, params.executor);
+  CheckForward(*impl_, params, "represent", Needs::kKeys);
+  if (impl_->num_reps == 0) return;
+  if (params.kv.reps == nullptr) ThrowInvalid("represent: kv.reps is null");
+  cuda::Represent(*impl_, params);
+}
+
 void Plan::Select(const ForwardParams& params) const {
-  CheckForward(*impl_, params, "select", false);
+  CheckForward(*impl_, params, "select", Needs::kQueries);
   if (impl_->top_k == 0) return;
   if (params.selection == nullptr) ThrowInvalid("select: selection is null");
+  if (impl_->device == PHSA_DEVICE_CUDA) return cuda::Select(*impl_, params);
   ActiveBackend().select(*impl_, params);
 }
 
 void Plan::Attend(const ForwardParams& params) const {
-  CheckForward(*impl_, params, "attend", true);
+  CheckForward(*impl_, params, "attend", Needs::kAll);
   if (impl_->top_k > 0 && params.selection == nullptr) ThrowInvalid("attend: selection is null");
+  if (impl_->device == PHSA_DEVICE_CUDA) return cuda::Attend(*impl_, params);
   CheckSelection(*impl_, params.selection, "attend");
   ActiveBackend().attend(*impl_, params);
 }
 
 void Plan::Forward(const ForwardParams& params) const {
-  CheckForward(*impl_, params, "forward", true);
+  CheckForward(*impl_, params, "forward", Needs::kAll);
+  if (impl_->device == PHSA_DEVICE_CUDA) return cuda::Forward(*impl_, params);
   ActiveBackend().forward(*impl_, params);
 }
 
@@ -232,8 +257,9 @@ void Plan::Backward(const BackwardParams& params) const {
     ThrowInvalid("backward: q, out, lse, d_out, d_q, d_k or d_v is null");
   }
   if (plan.top_k > 0 && params.selection == nullptr) ThrowInvalid("backward: selection is null");
-  CheckSelection(plan, params.selection, "backward");
   CheckWorkspace(params.workspace, params.workspace_size, plan.backward_workspace_size, "backward");
+  if (plan.device == PHSA_DEVICE_CUDA) return cuda::Backward(plan, params);
+  CheckSelection(plan, params.selection, "backward");
   ActiveBackend().backward(plan, params);
 }
 

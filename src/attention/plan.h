@@ -45,6 +45,7 @@ struct PlanImpl {
   int32_t page_size = 0;
   float scale = 0;
   int32_t max_threads = 1;
+  int32_t device = PHSA_DEVICE_CPU;
   std::vector<Sequence> seqs;
   int64_t num_queries = 0, num_reps = 0;
   int32_t max_kv_len = 0;
@@ -62,6 +63,7 @@ struct PlanImpl {
   std::vector<float> lambda;  // [num_kv_heads]
 
   size_t workspace_size = 0, backward_workspace_size = 0;
+  std::vector<char> device_tables;  // what the CUDA kernels read of this plan
 
   int32_t rows_of_group() const { return num_q_heads / selection_heads; }  // query heads that share a choice
   // Rows of reps that exist once `tokens` tokens are there.

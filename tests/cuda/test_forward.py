@@ -10,7 +10,7 @@ import traceback
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-import forward_kernels as fk  # noqa: E402
+import forward_kernels as fk
 
 try:
     import pytest
@@ -50,6 +50,7 @@ CASES = {
     "top_k_64": (4, 2, 128, [(6000, 6000)], dict(init=16, local=32, top_k=64)),
     "streaming": (4, 2, 128, [(1000, 1000)], dict(init=32, local=128, top_k=0)),
     "dense": (4, 2, 128, [(777, 777)], dict(dense_below=1 << 20, top_k=4)),
+    "a_band_of_several_segments": (4, 2, 128, [(5000, 5000)], dict(dense_below=1 << 20, top_k=4)),
     "dense_below": (4, 2, 64, [(2000, 2000)], dict(init=16, local=64, top_k=4, dense_below=800)),
     "all_candidates_fit": (4, 2, 128, [(1000, 1000)], dict(init=16, local=32, top_k=64)),
     "batch_of_lengths": (
@@ -120,6 +121,42 @@ def test_one_sharp_score_is_always_found(architecture):
     checked, _, gap = fk.check_selection(f, 0, range(8980, 9000))
     assert checked == 40 and gap < 1e-4
     assert (f.selection[8999] == 100).any(1).all()
+
+
+@over(architecture=ARCHITECTURES, dtype=[torch.bfloat16, torch.float16])
+def test_scores_far_above_the_first_ones_are_weighed_right(architecture, dtype):
+    """The reference value of the softmax must follow: in chosen blocks, and in the query's own."""
+    LIBRARY.phsa_cuda_set_architecture(architecture)
+    lens = [(3000, 3000)]
+    q, k, v, flags = fk.make_inputs(lens, 4, 2, 128, dtype)
+    k[1600:1616] = 2.5 * q[2900, ::2]  # block 100 answers the queries near 2900
+    k[2990] = 3.0 * q[2995, ::2]
+    f = fk.Forward(LIBRARY, q, k, v, lens, init=16, local=64, top_k=4)
+    f.run()
+    queries = list(range(2880, 3000))
+    want, lse = fk.reference_attention(f, 0, queries)
+    assert (f.selection[2900] == 100).any(1).all()
+    assert float(lse.max() - lse.min()) > 20
+    assert fk.relative_error(f.out[queries], want) < (6e-3 if dtype == torch.bfloat16 else 1e-3)
+    assert (f.lse[queries] - lse).abs().max() < 2e-2
+
+
+@over(architecture=ARCHITECTURES)
+def test_lists_that_lead_beyond_the_keys_are_cut(architecture):
+    LIBRARY.phsa_cuda_set_architecture(architecture)
+    lens = [(2000, 2000)]
+    q, k, v, flags = fk.make_inputs(lens, 4, 2, 128, torch.bfloat16)
+    f = fk.Forward(LIBRARY, q, k, v, lens, flags=flags, init=16, local=64, top_k=4)
+    f.run()
+    want = f.out.clone()
+    last = f.selection[:, :, -1].clone()
+    f.selection[:, :, -1] = torch.where(last < 0, last, 1 << 20)
+    f.attend()
+    torch.cuda.synchronize()
+    assert torch.isfinite(f.out).all()
+    unread = (last < 0).all(1)
+    assert unread.any() and not unread.all()
+    assert fk.relative_error(f.out[unread], want[unread].double()) < 6e-3
 
 
 @over(architecture=ARCHITECTURES)

@@ -10,6 +10,8 @@
 
 namespace phsa::cuda {
 
+inline constexpr int32_t kBlockTokens = 16;
+
 enum class Dtype : int32_t { kF16 = 1, kBf16 = 2 };  // the values of phsa_dtype
 
 // The sequences of a batch. The queries of a sequence are its last q_len positions, packed one sequence after the
@@ -59,6 +61,10 @@ struct ForwardParams {
   void* workspace;
   size_t workspace_size;
 };
+
+// Copies a small table into device memory; both addresses and the size are multiples of 4. `from` may change
+// afterwards.
+cudaError_t Upload(const void* from, size_t size, void* to, cudaStream_t stream);
 
 // NULL, or what these kernels cannot do with this shape.
 const char* Unsupported(const Shape& shape, const Batch& batch);

@@ -11,7 +11,7 @@
 
 namespace phsa::cuda {
 
-inline constexpr int kBlock = 16;  // tokens per block
+inline constexpr int kBlock = kBlockTokens;
 inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 
@@ -64,6 +64,16 @@ __device__ __forceinline__ void LoadMatrixTransposed(uint32_t (&x)[4], uint32_t 
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Values that the compiler keeps: left alone it reads the special registers behind them anew at every use, which takes
+// longer than an arithmetic instruction. All lanes of the warp together.
+__device__ __forceinline__ uint32_t OpaqueAddress(const void* p) { return __shfl_sync(~0u, SharedAddress(p), 0); }
+__device__ __forceinline__ int OpaqueWarp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
+__device__ __forceinline__ int OpaqueLane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
 }
 
 // 16 bytes from global to shared memory; zeros where `valid` is false (then nothing is read).
@@ -190,6 +200,7 @@ inline int32_t MaxTiles(const Batch& batch, int32_t tile) {
 }
 
 int32_t DeviceArchitecture();  // 80 or 90
+unsigned Multiprocessors();    // of the current device
 
 }  // namespace phsa::cuda
 

@@ -19,7 +19,7 @@ namespace phsa::cuda {
 namespace {
 
 constexpr int kWindow = 64;  // representatives per window
-constexpr int kUnits = 12;   // units per tile: three warpgroups
+constexpr int kUnits = 16;   // units per tile: four warpgroups
 constexpr int kChooseWarps = 4;
 constexpr int kBins = 256;        // of the histogram of lower bounds: quarters of a power of two, down to 2^-64
 constexpr int kCandidates = 128;  // per query, before the best K are kept; at least 64 + 16
@@ -37,6 +37,7 @@ struct SelectArgs {
   Group group;
   int32_t tile_begin, tile_end;
   int32_t windows;   // per unit in `maxima`
+  int32_t taken;     // words of one bit per set and unit
   uint32_t* maxima;  // [unit][windows][32 lanes]: two fp16, rows r and r + 8
   float* lse2;       // [unit][16], log2 units; +inf in rows of no head
   bool all;          // score even where the candidates all fit, because the scores are wanted
@@ -73,7 +74,7 @@ __device__ __forceinline__ void LoadRows(const T* row0, const T* row1, int c, ui
 
 // What a lane keeps of the two rows it holds: over its own columns only, joined at the end.
 struct RowPair {
-  float max[2], sum[2];
+  float max[2], sum[2];  // reference value (log2 units), and the sum of 2^(score - it)
   int32_t b[2], end[2];  // own block, and where the candidates end
 };
 
@@ -89,17 +90,30 @@ __device__ __forceinline__ void InitRows(const SelectArgs& args, const SequenceV
   }
 }
 
-// Takes in the scores of one window. `kMasked`: some columns are no candidates, or lie in or after the row's own block.
+// The sum of 2^(score - base) over a lane's scores of row e.
+__device__ __forceinline__ float SumAt(const float (&acc)[8][4], int e, float scale2, float base) {
+  float sum[4] = {};
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    sum[j % 2] += Exp2(fmaf(acc[j][2 * e], scale2, -base));
+    sum[2 + j % 2] += Exp2(fmaf(acc[j][2 * e + 1], scale2, -base));
+  }
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// Takes in the scores of one window; returns the sets' bounds. `kMasked`: some columns are no candidates, or lie in or
+// after the row's own block. The reference value of a sum follows the maximum only when that is 2^40 above it: fp32 has
+// the range, and the exponentials need not wait for the maximum.
 template <bool kMasked>
 __device__ __forceinline__ uint32_t TakeWindow(float (&acc)[8][4], RowPair& rows, float scale2, int32_t first,
                                                int32_t init, int c) {
-  half bound[2];
+  float bound[2], most[2], sum[2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    float set_max = -INFINITY;
-    float max_all;
+    float set_max;
     if constexpr (kMasked) {
-      max_all = -INFINITY;
+      set_max = -1e30f;  // far below any score, and finite
+      most[e] = -INFINITY;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
 #pragma unroll
@@ -107,7 +121,7 @@ __device__ __forceinline__ uint32_t TakeWindow(float (&acc)[8][4], RowPair& rows
           const int32_t t = first + 16 * c + 2 * j + i;
           float& s = acc[j][2 * e + i];
           if (t >= rows.b[e]) s = -INFINITY;
-          max_all = fmaxf(max_all, s);
+          most[e] = fmaxf(most[e], s);
           if (t >= init && t < rows.end[e]) set_max = fmaxf(set_max, s);
         }
       }
@@ -120,22 +134,26 @@ __device__ __forceinline__ uint32_t TakeWindow(float (&acc)[8][4], RowPair& rows
 #pragma unroll
         for (int j = 0; j < step; ++j) pair[j] = fmaxf(pair[j], pair[j + step]);
       }
-      set_max = max_all = pair[0];
+      set_max = most[e] = pair[0];
     }
-    bound[e] = __float2half_ru(set_max * scale2);
-    const float old = rows.max[e];
-    const float now = fmaxf(old, max_all * scale2);
-    rows.max[e] = now;
-    const float base = kMasked && now == -INFINITY ? 0.0f : now;
-    float sum[4] = {rows.sum[e] * Exp2(old - base), 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      sum[j % 2] += Exp2(fmaf(acc[j][2 * e], scale2, -base));
-      sum[2 + j % 2] += Exp2(fmaf(acc[j][2 * e + 1], scale2, -base));
-    }
-    rows.sum[e] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    // So much up that rounding to fp16 cannot bring it below the score.
+    bound[e] = fmaf(fabsf(set_max * scale2), 0x1p-10f, set_max * scale2);
+    most[e] *= scale2;
+    sum[e] = SumAt(acc, e, scale2, rows.max[e]);
   }
-  const half2 both = __halves2half2(bound[0], bound[1]);
+  if (__any_sync(~0u, most[0] > rows.max[0] + 40.0f || most[1] > rows.max[1] + 40.0f)) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      if (most[e] > rows.max[e] + 40.0f) {
+        rows.sum[e] *= Exp2(rows.max[e] - most[e]);
+        rows.max[e] = most[e];
+      }
+      sum[e] = SumAt(acc, e, scale2, rows.max[e]);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < 2; ++e) rows.sum[e] += kMasked && rows.max[e] == -INFINITY ? 0.0f : sum[e];
+  const half2 both = __floats2half2_rn(bound[0], bound[1]);
   return reinterpret_cast<const uint32_t&>(both);
 }
 
@@ -164,10 +182,10 @@ struct StatisticsTile {
   bool work;
 };
 
-__device__ __forceinline__ StatisticsTile FindStatisticsTile(const SelectArgs& args) {
+// The last tiles see the most representatives: they come first.
+__device__ __forceinline__ StatisticsTile FindStatisticsTile(const SelectArgs& args, int32_t place, int32_t head) {
   StatisticsTile tile;
-  // The last tiles see the most representatives: they start first.
-  const int32_t index = args.tile_end - 1 - static_cast<int32_t>(blockIdx.x);
+  const int32_t index = args.tile_end - 1 - place;
   const int32_t queries = kUnits * args.group.queries;
   tile.q0 = FindTile(args.p.batch, index, queries, tile.view);
   tile.work = tile.q0 >= 0;
@@ -176,7 +194,7 @@ __device__ __forceinline__ StatisticsTile FindStatisticsTile(const SelectArgs& a
   const int32_t b = (tile.view.first_position() + last) / kBlock;
   tile.work = NeedsScores(args, b);
   tile.windows = (b + kWindow - 1) / kWindow;
-  tile.unit = (static_cast<int64_t>(index - args.tile_begin) * args.p.shape.selection_heads + blockIdx.y) * kUnits;
+  tile.unit = (static_cast<int64_t>(index - args.tile_begin) * args.p.shape.selection_heads + head) * kUnits;
   return tile;
 }
 
@@ -209,7 +227,7 @@ __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __gri
   constexpr int kStages = 3;
   constexpr uint32_t kStageBytes = kWindow * kHeadDim * 2;
   extern __shared__ __align__(1024) uint8_t shared[];
-  const StatisticsTile tile = FindStatisticsTile(args);
+  const StatisticsTile tile = FindStatisticsTile(args, blockIdx.x, blockIdx.y);
   if (!tile.work) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int r = lane / 4, c = lane % 4;
@@ -281,20 +299,19 @@ __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __gri
   for (int m = 0; m < 2; ++m) FinishRows(args, rows[m], tile.unit + 2 * warp + m, r, c);
 }
 
-// Hopper: three warpgroups of 64 rows each consume, wgmma; a fourth copies. Exponentials (16 a clock) and products (16
-// scores a clock at head_dim 128) take the same time, so the consumers take turns at the tensor cores: while one has
-// them, the others' scores go through the softmax. The copies have their own warps: the fence before a product compiles
-// to a memory barrier, which seems to wait for its thread's copies under way.
-constexpr int kWgConsumers = 384;
+// Hopper: four warpgroups of 64 rows each consume, wgmma; a fifth copies. Exponentials (16 a clock) and products (16
+// scores a clock at head_dim 128) take the same time: while one warpgroup has the tensor cores, the others' scores go
+// through the softmax. The copies have their own warps: the fence before a product compiles to a memory barrier, which
+// seems to wait for its thread's copies under way.
+constexpr int kWgConsumers = kUnits * 32;
 constexpr int kWgThreads = kWgConsumers + 128;
 constexpr int kWgStageWindows = 2;
 constexpr int kWgStages = 4;
-[[maybe_unused]] constexpr int kTurnBarrier = 1;  // and the next two: one for each consumer
 
-// Copies stages of representatives, in the order of WindowColumn.
+// Copies stages of representatives, in the order of WindowColumn; `before` stages went through the ring already.
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void ProduceReps(const SelectArgs& args, const SequenceView& view, int32_t kv_head,
-                                            int stages, uint32_t ring, uint32_t full, uint32_t empty) {
+                                            int stages, uint32_t before, uint32_t ring, uint32_t full, uint32_t empty) {
   constexpr int kRows = kWindow * kWgStageWindows;
   constexpr int kPieces = kHeadDim / 8;
   constexpr int kAtOnce = 128 / kPieces;  // rows: 8 or 16
@@ -310,8 +327,9 @@ __device__ __forceinline__ void ProduceReps(const SelectArgs& args, const Sequen
   const uint32_t base = ring + (piece >> 3) * (kRows * 128) + column * 128;
   const uint32_t swizzle = ((piece & 7) ^ (row0 % 2)) << 4;
   for (int s = 0; s < stages; ++s) {
-    const uint32_t to = base + s % kWgStages * (kRows * kHeadDim * 2);
-    BarrierWait(empty + s % kWgStages * 8, (s / kWgStages + 1) & 1);
+    const uint32_t slot = (before + s) % kWgStages, round = (before + s) / kWgStages;
+    const uint32_t to = base + slot * (kRows * kHeadDim * 2);
+    BarrierWait(empty + slot * 8, (round + 1) & 1);
 #pragma unroll
     for (int i = 0; i < kRows / kAtOnce; ++i) {
       const int first = i * kAtOnce;
@@ -324,10 +342,12 @@ __device__ __forceinline__ void ProduceReps(const SelectArgs& args, const Sequen
       CopyAsync16(at, row, there);
       from += kAtOnce * stride;
     }
-    BarrierArriveAfterCopies(full + s % kWgStages * 8);
+    BarrierArriveAfterCopies(full + slot * 8);
   }
 }
 
+// One CTA per multiprocessor takes tile after tile: the copies of the next one's representatives are under way when it
+// begins.
 template <typename T, int kHeadDim>
 __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __grid_constant__ SelectArgs args) {
 #ifdef PHSA_SM90A
@@ -335,13 +355,8 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
   constexpr uint32_t kStageBytes = kRows * kHeadDim * 2;
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ uint64_t barriers[2 * kWgStages];
-  const StatisticsTile tile = FindStatisticsTile(args);
-  if (!tile.work) return;
-  const int32_t head = blockIdx.y;
-  const int32_t kv_head = head / args.group.kv_div;
-  const uint32_t base = SharedAddress(shared);
-  const uint32_t full = SharedAddress(barriers), empty = full + kWgStages * 8;
-  const int stages = (tile.windows + kWgStageWindows - 1) / kWgStageWindows;
+  const uint32_t base = OpaqueAddress(shared);
+  const uint32_t full = OpaqueAddress(barriers), empty = full + kWgStages * 8;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kWgStages; ++i) {
       BarrierInit(full + i * 8, 128);
@@ -349,58 +364,70 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
     }
   }
   __syncthreads();
+  // Calls work(tile, head, stages, stages before it) for this CTA's tiles. Neighbouring items have like lengths.
+  const auto each_tile = [&](auto&& work) {
+    const int32_t heads = args.p.shape.selection_heads;
+    const int32_t items = (args.tile_end - args.tile_begin) * heads;
+    uint32_t before = 0;
+    for (int32_t item = blockIdx.x; item < items; item += gridDim.x) {
+      const StatisticsTile tile = FindStatisticsTile(args, item / heads, item % heads);
+      if (!tile.work) continue;
+      const int stages = (tile.windows + kWgStageWindows - 1) / kWgStageWindows;
+      work(tile, item % heads, stages, before);
+      before += stages;
+    }
+  };
   if (threadIdx.x >= kWgConsumers) {
-    ProduceReps<T, kHeadDim>(args, tile.view, kv_head, stages, base, full, empty);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    each_tile([&](const StatisticsTile& tile, int32_t head, int stages, uint32_t before) {
+      ProduceReps<T, kHeadDim>(args, tile.view, head / args.group.kv_div, stages, before, base, full, empty);
+    });
+    WaitCopies<0>();
     return;
   }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warpgroup = warp / 4;
+  const int lane = OpaqueLane(), warp = OpaqueWarp();
   const int r = lane / 4, c = lane % 4;
   const float scale2 = args.p.shape.scale * kLog2e;
   const int32_t init = args.p.shape.init_blocks;
-  uint32_t a[kHeadDim / 16][4];
-  RowPair rows;
-  const int32_t q0 = tile.q0 + warp * args.group.queries;
-  LoadRows<T, kHeadDim>(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c, a);
-  InitRows(args, tile.view, q0, r, rows);
-  const int32_t fast_end = __reduce_min_sync(~0u, min(rows.end[0], rows.end[1]));
-  uint32_t* maxima = args.maxima + (tile.unit + warp) * args.windows * 32 + lane;
-
-  // The first turn is the first warpgroup's.
-  const int own_turn = kTurnBarrier + warpgroup, next_turn = kTurnBarrier + (warpgroup + 1) % 3;
-  if (warpgroup == 2) ArriveNamed(next_turn, 256);
-  for (int s = 0; s < stages; ++s) {
-    BarrierWait(full + s % kWgStages * 8, (s / kWgStages) & 1);
-    FenceAsyncProxy();
-    // The shuffle tells the compiler that the warp agrees on it: descriptors then live in uniform registers.
-    const uint64_t stage = Descriptor(__shfl_sync(~0u, base + s % kWgStages * kStageBytes, 0), 16, 1024);
+  each_tile([&](const StatisticsTile& tile, int32_t head, int stages, uint32_t before) {
+    uint32_t a[kHeadDim / 16][4];
+    RowPair rows;
+    const int32_t q0 = tile.q0 + warp * args.group.queries;
+    LoadRows<T, kHeadDim>(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c,
+                          a);
+    InitRows(args, tile.view, q0, r, rows);
+    const int32_t fast_end = __reduce_min_sync(~0u, min(rows.end[0], rows.end[1]));
+    uint32_t* maxima = args.maxima + (tile.unit + warp) * args.windows * 32 + lane;
+    for (int s = 0; s < stages; ++s) {
+      const uint32_t slot = (before + s) % kWgStages, round = (before + s) / kWgStages;
+      BarrierWait(full + slot * 8, round & 1);
+      FenceAsyncProxy();
+      // The shuffle tells the compiler that the warp agrees on it: descriptors then live in uniform registers.
+      const uint64_t stage = Descriptor(__shfl_sync(~0u, base + slot * kStageBytes, 0), 16, 1024);
 #pragma unroll
-    for (int i = 0; i < kWgStageWindows; ++i) {
-      float acc[8][4];
-      SyncNamed(own_turn, 256);
-      WgmmaFence();
+      for (int i = 0; i < kWgStageWindows; ++i) {
+        float acc[8][4];
+        WgmmaFence();
 #pragma unroll
-      for (int k = 0; k < kHeadDim / 16; ++k) {
-        const uint32_t at = i * (kWindow * 128) + (k / 4) * (kRows * 128) + (k % 4) * 32;
-        Wgmma<T, false>(acc, a[k], DescriptorPlus(stage, at), k > 0);
-        if (k + 3 == kHeadDim / 16) WgmmaCommit();
+        for (int k = 0; k < kHeadDim / 16; ++k) {
+          const uint32_t at = i * (kWindow * 128) + (k / 4) * (kRows * 128) + (k % 4) * 32;
+          Wgmma<T, false>(acc, a[k], DescriptorPlus(stage, at), k > 0);
+        }
+        WgmmaCommit();
+        WgmmaWait<0>();
+        Pin(acc);
+        if (i + 1 == kWgStageWindows && lane == 0) BarrierArrive(empty + slot * 8);
+        const int32_t first = (s * kWgStageWindows + i) * kWindow;
+        const bool fast = first >= init && first + kWindow <= fast_end;
+        *maxima = fast ? TakeWindow<false>(acc, rows, scale2, first, init, c)
+                       : TakeWindow<true>(acc, rows, scale2, first, init, c);
+        maxima += 32;
       }
-      WgmmaCommit();
-      // The next one comes while the last two products are under way, not before: products of two warpgroups at a time
-      // would end together. The last turn of all is taken up by nobody.
-      WgmmaWait<1>();
-      if (warpgroup < 2 || s + 1 < stages || i + 1 < kWgStageWindows) ArriveNamed(next_turn, 256);
-      WgmmaWait<0>();
-      Pin(acc);
-      if (i + 1 == kWgStageWindows && lane == 0) BarrierArrive(empty + s % kWgStages * 8);
-      const int32_t first = (s * kWgStageWindows + i) * kWindow;
-      const bool fast = first >= init && first + kWindow <= fast_end;
-      *maxima = fast ? TakeWindow<false>(acc, rows, scale2, first, init, c)
-                     : TakeWindow<true>(acc, rows, scale2, first, init, c);
-      maxima += 32;
     }
-  }
-  FinishRows(args, rows, tile.unit + warp, r, c);
+    FinishRows(args, rows, tile.unit + warp, r, c);
+  });
 #else
   __trap();  // compiled for another target: a wrong result must not look like one
 #endif
@@ -453,44 +480,56 @@ __device__ inline void KeepBest(uint64_t* candidates, int count, int keep, int l
   __syncwarp();
 }
 
-// One warp drops candidates that at least `keep` others beat; `count` becomes how many are left, `keep` or little more.
-// Returns a threshold that whatever belongs to the best `keep` reaches.
-__device__ inline float Prune(uint64_t* candidates, int& count, int keep, int lane) {
-  constexpr int kPer = kCandidates / 32;
+// One warp drops candidates that at least `keep` others beat, of more than `keep` that all reach `threshold`; `count`
+// becomes how many are left, `keep` or little more. Returns a threshold that whatever belongs to the best `keep`
+// reaches.
+template <int kPer>
+__device__ __forceinline__ float PruneUpTo(uint64_t* candidates, int& count, int keep, float threshold, int lane) {
   uint64_t key[kPer];
-  uint32_t bits[kPer];
+  uint32_t bits[kPer], most = 0;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
     key[j] = j * 32 + lane < count ? candidates[j * 32 + lane] : 0;
     bits[j] = static_cast<uint32_t>(key[j] >> 32);
+    most = max(most, bits[j]);
   }
-  // The largest multiple of 2^15 (as an integer: 1/256 of a power of two) that `keep` scores reach.
-  uint32_t threshold = 0;
-#pragma unroll
-  for (int bit = 30; bit >= 15; --bit) {
-    const uint32_t tried = threshold | 1u << bit;
+  // Scores are not negative, so their bits are ordered as they are. At least `keep` reach `low`, fewer reach `high`.
+  uint32_t low = __float_as_uint(threshold), high = __reduce_max_sync(~0u, most) + 1;
+  while (high - low > 1u << 15) {  // 1/256 of a power of two
+    const uint32_t tried = low + (high - low) / 2;
     int reach = 0;
 #pragma unroll
     for (int j = 0; j < kPer; ++j) reach += __popc(__ballot_sync(~0u, bits[j] >= tried));
-    if (reach >= keep) threshold = tried;
+    if (reach >= keep) {
+      low = tried;
+      if (reach == keep) break;
+    } else {
+      high = tried;
+    }
   }
   __syncwarp();
   int kept = 0;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
-    const bool stays = key[j] != 0 && bits[j] >= threshold;
+    const bool stays = key[j] != 0 && bits[j] >= low;
     const uint32_t lanes = __ballot_sync(~0u, stays);
     if (stays) candidates[kept + __popc(lanes & ((1u << lane) - 1u))] = key[j];
     kept += __popc(lanes);
   }
   __syncwarp();
-  if (kept > kCandidates - 16) {  // near-ties: the exact order decides
-    KeepBest(candidates, kept, keep, lane);
-    kept = keep;
-    threshold = static_cast<uint32_t>(candidates[keep - 1] >> 32);
-  }
   count = kept;
-  return __uint_as_float(threshold);
+  return __uint_as_float(low);
+}
+
+__device__ inline float Prune(uint64_t* candidates, int& count, int keep, float threshold, int lane) {
+  threshold = count <= 64 ? PruneUpTo<2>(candidates, count, keep, threshold, lane)
+                          : PruneUpTo<kCandidates / 32>(candidates, count, keep, threshold, lane);
+  if (count > kCandidates - 16) {  // near-ties: the exact order decides
+    KeepBest(candidates, count, keep, lane);
+    count = keep;
+    threshold = KeyScore(candidates[keep - 1]);
+  }
+  return threshold;
 }
 
 template <int kPadded>
@@ -508,6 +547,8 @@ __device__ __forceinline__ float GroupSum(float x) {
   return x;
 }
 
+constexpr int ChooseShared(int queries) { return kChooseWarps * queries * (kCandidates * 8 + 4); }
+
 // One warp a unit. A lane (r, c) follows the query of its row r; with groups of one, that of row r + 8 as well.
 template <typename T, int kHeadDim, int kPadded>
 __global__ __launch_bounds__(kChooseWarps * 32, 5) void ChooseKernel(const __grid_constant__ SelectArgs args) {
@@ -519,6 +560,7 @@ __global__ __launch_bounds__(kChooseWarps * 32, 5) void ChooseKernel(const __gri
   uint64_t* candidates = reinterpret_cast<uint64_t*>(shared) + warp * (kQueries * kCandidates);
   uint32_t* histogram = reinterpret_cast<uint32_t*>(candidates);
   int* counts = reinterpret_cast<int*>(shared + kChooseWarps * kQueries * kCandidates * 8) + warp * kQueries;
+  uint32_t* taken = reinterpret_cast<uint32_t*>(shared + ChooseShared(kQueries)) + warp * args.taken;
   static_assert(kBins * sizeof(uint32_t) == kCandidates * sizeof(uint64_t));
 
   const Shape& shape = args.p.shape;
@@ -579,8 +621,8 @@ __global__ __launch_bounds__(kChooseWarps * 32, 5) void ChooseKernel(const __gri
   for (int w = w_begin; w < w_end; ++w) {
     const uint32_t packed = maxima[static_cast<int64_t>(w) * 32];
     const float2 most = __half22float2(reinterpret_cast<const half2&>(packed));
-    const float x0 = most.x - fabsf(most.x) * 0x1p-10f - kSlack - lse0;
-    const float x1 = most.y - fabsf(most.y) * 0x1p-10f - kSlack - lse1;
+    const float x0 = most.x - fabsf(most.x) * 0x1p-9f - kSlack - lse0;
+    const float x1 = most.y - fabsf(most.y) * 0x1p-9f - kSlack - lse1;
     if constexpr (kPadded == 1) {
       count_bound(r, x0, active[0]);
       count_bound(r + 8, x1, active[1]);
@@ -589,7 +631,8 @@ __global__ __launch_bounds__(kChooseWarps * 32, 5) void ChooseKernel(const __gri
     }
   }
   __syncwarp();
-  float threshold[kFollowed] = {};
+  // Also the bound that half as many sets reach: those are scored first.
+  float threshold[kFollowed] = {}, first_threshold[kFollowed] = {};
   for (int q = 0; q < kQueries; ++q) {
     uint32_t bins[8], sum = 0;
 #pragma unroll
@@ -601,18 +644,24 @@ __global__ __launch_bounds__(kChooseWarps * 32, 5) void ChooseKernel(const __gri
       if (lane >= step) before += x;
     }
     before -= sum;
-    int bin = kBins;
+    int bin = kBins, first_bin = kBins;
     uint32_t total = before;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       total += bins[i];
       if (bin == kBins && total >= static_cast<uint32_t>(top_k)) bin = lane * 8 + i;
+      if (first_bin == kBins && total >= static_cast<uint32_t>((top_k + 1) / 2)) first_bin = lane * 8 + i;
     }
     bin = __reduce_min_sync(~0u, bin);
+    first_bin = __reduce_min_sync(~0u, first_bin);
     const float found = bin < kBins ? Exp2(-0.25f * (bin + 1)) : 0.0f;
+    const float first_found = first_bin < kBins ? Exp2(-0.25f * (first_bin + 1)) : 0.0f;
 #pragma unroll
     for (int f = 0; f < kFollowed; ++f) {
-      if ((r + 8 * f) % kQueries == q) threshold[f] = found;
+      if ((r + 8 * f) % kQueries == q) {
+        threshold[f] = found;
+        first_threshold[f] = first_found;
+      }
     }
   }
   __syncwarp();
@@ -634,104 +683,130 @@ __global__ __launch_bounds__(kChooseWarps * 32, 5) void ChooseKernel(const __gri
   const float scale2 = shape.scale * kLog2e;
   const T* reps = static_cast<const T*>(args.p.reps.data) + head / args.group.kv_div * args.p.reps.head_stride + c * 8;
   const bool paged = args.p.batch.page_size != 0;
+  const int64_t rep_stride = args.p.reps.token_stride;
   if (!paged) reps += args.p.batch.rep_starts[view.seq] * args.p.reps.token_stride;
 
-    // Pass 2: score the sets that may hold one of a query's best K. Idle queries have a threshold that nothing reaches.
+  // Pass 2: score the sets that may hold one of a query's best K. Two sweeps: the first takes the sets of the best
+  // bounds, which hold most of the best K, so that the second finds a threshold near the K-th score and leaves most of
+  // the others out. Idle queries have thresholds that nothing reaches.
+  int32_t end_first = end_all;
 #pragma unroll
   for (int f = 0; f < kFollowed; ++f) {
-    if (!active[f]) threshold[f] = INFINITY;
-  }
-  const int room = min(kCandidates - 16, max(2 * top_k, 32));
-  constexpr int kBatch = 8;
-  for (int w0 = w_begin; w0 < w_end; w0 += kBatch) {
-    uint32_t packed[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      packed[i] = w0 + i < w_end ? maxima[static_cast<int64_t>(w0 + i) * 32] : 0xFC00FC00u;
-    uint32_t sets = 0;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const float2 most = __half22float2(reinterpret_cast<const half2&>(packed[i]));
-      const float p0 = Exp2(most.x + kSlack - lse0), p1 = Exp2(most.y + kSlack - lse1);
-      bool reaches;
-      if constexpr (kPadded == 1) {
-        reaches = p0 >= threshold[0] || p1 >= threshold[kFollowed - 1];
-      } else {
-        const float both = shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1);
-        // The sum of bounds may round below the bound of the sum.
-        reaches = both * (1.0f + 0x1p-20f) >= threshold[0];
-      }
-      uint32_t lanes = __ballot_sync(~0u, reaches);
-      lanes |= lanes >> 16;
-      lanes |= lanes >> 8;
-      lanes |= lanes >> 4;
-      sets |= (lanes & 15u) << (4 * i);
+    if (active[f]) {
+      end_first = min(end_first, end[f]);
+    } else {
+      threshold[f] = first_threshold[f] = INFINITY;
     }
-    while (sets != 0) {
-      const int bit = __ffs(static_cast<int>(sets)) - 1;
-      sets &= sets - 1;
-      const int32_t first = (w0 + bit / 4) * kWindow + 16 * (bit % 4);
-      uint4 b[2][kLoads];
+  }
+  end_first = __reduce_min_sync(~0u, end_first);
+  const int room = min(kCandidates - 16, max(3 * top_k, 48));
+  const float least_lse0 = lse0 - kSlack, least_lse1 = lse1 - kSlack;
+  const auto prune = [&](int q) {
+    int kept = counts[q];
+    const float known = __shfl_sync(~0u, q < 8 ? threshold[0] : threshold[kFollowed - 1], q % 8 * 4);
+    const float worst = Prune(candidates + q * kCandidates, kept, top_k, known, lane);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int32_t t = min(first + 8 * i + r, end_all - 1);
-        const T* rep =
-            reps + (paged ? RepOffset(args.p.batch, args.p.reps, view.seq, t) : t * args.p.reps.token_stride);
+    for (int f = 0; f < kFollowed; ++f) {
+      if ((r + 8 * f) % kQueries == q && active[f]) threshold[f] = fmaxf(threshold[f], worst);
+    }
+    if (lane == 0) counts[q] = kept;
+    __syncwarp();
+  };
+  // The sum of bounds may round below the bound of the sum: hence the factor.
+  const auto reach = [&](float(&least)[kFollowed], float p0, float p1) {
+    if constexpr (kPadded == 1) return p0 >= least[0] || p1 >= least[kFollowed - 1];
+    return (shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1)) * (1.0f + 0x1p-20f) >=
+           least[0];
+  };
+  constexpr int kBatch = 8;  // windows: one bit a set
+#pragma unroll 1
+  for (int sweep = 0; sweep < 2; ++sweep) {
+    for (int w0 = w_begin; w0 < w_end; w0 += kBatch) {
+      uint32_t packed[kBatch];
 #pragma unroll
-        for (int k = 0; k < kLoads; ++k) b[i][k] = *reinterpret_cast<const uint4*>(rep + k * 32);
+      for (int i = 0; i < kBatch; ++i)
+        packed[i] = w0 + i < w_end ? maxima[static_cast<int64_t>(w0 + i) * 32] : 0xFC00FC00u;
+      uint32_t sets = 0;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const float2 most = __half22float2(reinterpret_cast<const half2&>(packed[i]));
+        const float p0 = Exp2(most.x - least_lse0), p1 = Exp2(most.y - least_lse1);
+        if (reach(sweep == 0 ? first_threshold : threshold, p0, p1)) sets |= 1u << (4 * i);
       }
-      float acc[2][4] = {}, more[2][4] = {};  // two sums each: half the latency
-#pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
-        const uint32_t even[4] = {a0[k].x, a1[k].x, a0[k].y, a1[k].y};
-        const uint32_t odd[4] = {a0[k].z, a1[k].z, a0[k].w, a1[k].w};
+      sets = __reduce_or_sync(~0u, sets << c);
+      if (sweep == 0) {
+        if (lane == 0) taken[(w0 - w_begin) / kBatch] = sets;
+      } else {
+        sets &= ~taken[(w0 - w_begin) / kBatch];
+      }
+      while (sets != 0) {
+        const int bit = __ffs(static_cast<int>(sets)) - 1;
+        sets &= sets - 1;
+        const int32_t first = (w0 + bit / 4) * kWindow + 16 * (bit % 4);
+        uint4 b[2][kLoads];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          Mma<T>(acc[i], even, b[i][k].x, b[i][k].y);
-          Mma<T>(more[i], odd, b[i][k].z, b[i][k].w);
+          const int32_t t = min(first + 8 * i + r, end_all - 1);
+          const T* rep = reps + (paged ? RepOffset(args.p.batch, args.p.reps, view.seq, t) : t * rep_stride);
+#pragma unroll
+          for (int k = 0; k < kLoads; ++k) b[i][k] = *reinterpret_cast<const uint4*>(rep + k * 32);
         }
-      }
+        float score[kFollowed][4];  // [followed query][8-block half · 2 + column]
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        acc[0][i] += more[0][i];
-        acc[1][i] += more[1][i];
-      }
+        for (int i = 0; i < 2; ++i) {
+          float acc[4] = {}, more[4] = {};  // two sums: half the latency
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+          for (int k = 0; k < kLoads; ++k) {
+            const uint32_t even[4] = {a0[k].x, a1[k].x, a0[k].y, a1[k].y};
+            const uint32_t odd[4] = {a0[k].z, a1[k].z, a0[k].w, a1[k].w};
+            Mma<T>(acc, even, b[i][k].x, b[i][k].y);
+            Mma<T>(more, odd, b[i][k].z, b[i][k].w);
+          }
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float p0 = Exp2(fmaf(acc[i][j], scale2, -lse0)), p1 = Exp2(fmaf(acc[i][2 + j], scale2, -lse1));
-          const auto append = [&](int query, float score, int f) {
-            const int32_t t = first + 8 * i + 2 * c + j;
-            if (score >= threshold[f] && t >= init && t < end[f]) {
-              const int at = atomicAdd(&counts[query], 1);
-              candidates[query * kCandidates + at] = CandidateKey(score, t);
+          for (int j = 0; j < 2; ++j) {
+            const float p0 = Exp2(fmaf(acc[j] + more[j], scale2, -lse0));
+            const float p1 = Exp2(fmaf(acc[2 + j] + more[2 + j], scale2, -lse1));
+            if constexpr (kPadded == 1) {
+              score[0][2 * i + j] = p0;
+              score[kFollowed - 1][2 * i + j] = p1;
+            } else {
+              score[0][2 * i + j] = shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1);
             }
-          };
-          if constexpr (kPadded == 1) {
-            append(r, p0, 0);
-            append(r + 8, p1, kFollowed - 1);
-          } else {
-            const float score = shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1);
-            if (r < kQueries) append(r, score, 0);
           }
         }
-      }
-      __syncwarp();
-      // A set adds at most 16 candidates to a query: make room where the next one might not fit.
-      uint32_t full = __ballot_sync(~0u, lane < kQueries && counts[lane % kQueries] > room);
-      while (full != 0) {
-        const int q = __ffs(static_cast<int>(full)) - 1;
-        full &= full - 1;
-        int kept = counts[q];
-        const float worst = Prune(candidates + q * kCandidates, kept, top_k, lane);
+        const bool inside = first >= init && first + 16 <= end_first;
+        uint32_t found = 0;
 #pragma unroll
         for (int f = 0; f < kFollowed; ++f) {
-          if ((r + 8 * f) % kQueries == q && active[f]) threshold[f] = fmaxf(threshold[f], worst);
+          if (r >= kQueries) continue;
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            const int32_t t = first + m / 2 * 8 + 2 * c + m % 2;
+            if (score[f][m] >= threshold[f] && (inside || (t >= init && t < end[f]))) found |= 1u << (4 * f + m);
+          }
         }
-        if (lane == 0) counts[q] = kept;
+        if (!__any_sync(~0u, found != 0)) continue;
+#pragma unroll
+        for (int f = 0; f < kFollowed; ++f) {
+          const uint32_t own = found >> (4 * f) & 15u;
+          if (own == 0) continue;
+          const int query = r + 8 * f;
+          int at = query * kCandidates + atomicAdd(&counts[query], __popc(own));
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            if (own >> m & 1) candidates[at++] = CandidateKey(score[f][m], first + m / 2 * 8 + 2 * c + m % 2);
+          }
+        }
         __syncwarp();
+        // A set adds at most 16 candidates to a query: make room where the next one might not fit.
+        uint32_t full = __ballot_sync(~0u, lane < kQueries && counts[lane % kQueries] > room);
+        for (; full != 0; full &= full - 1) prune(__ffs(static_cast<int>(full)) - 1);
       }
+    }
+    __syncwarp();
+    if (sweep == 0) {
+      uint32_t full = __ballot_sync(~0u, lane < kQueries && counts[lane % kQueries] > top_k);
+      for (; full != 0; full &= full - 1) prune(__ffs(static_cast<int>(full)) - 1);
     }
   }
 
@@ -786,14 +861,14 @@ int32_t ChunkTiles(const Shape& shape, const Batch& batch) {
 template <typename T, int kHeadDim, int kPadded>
 cudaError_t LaunchChoose(const SelectArgs& args, cudaStream_t stream) {
   constexpr int kQueries = 16 / kPadded;
-  constexpr int kShared = kChooseWarps * kQueries * (kCandidates * 8 + 4);
-  if (kShared > 48 * 1024) {
+  const int bytes = ChooseShared(kQueries) + kChooseWarps * args.taken * 4;
+  if (bytes > 48 * 1024) {
     const cudaError_t error =
-        cudaFuncSetAttribute(ChooseKernel<T, kHeadDim, kPadded>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+        cudaFuncSetAttribute(ChooseKernel<T, kHeadDim, kPadded>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
   }
   const dim3 grid((args.tile_end - args.tile_begin) * (kUnits / kChooseWarps), args.p.shape.selection_heads);
-  ChooseKernel<T, kHeadDim, kPadded><<<grid, kChooseWarps * 32, kShared, stream>>>(args);
+  ChooseKernel<T, kHeadDim, kPadded><<<grid, kChooseWarps * 32, bytes, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -803,6 +878,7 @@ cudaError_t Launch(const ForwardParams& p, cudaStream_t stream) {
   const auto statistics = hopper ? StatisticsWgmmaKernel<T, kHeadDim> : StatisticsKernel<T, kHeadDim>;
   const int shared = kWindow * kHeadDim * 2 * (hopper ? kWgStages * kWgStageWindows : 3);
   const int threads = hopper ? kWgThreads : kPlainThreads;
+  const unsigned processors = Multiprocessors();
   cudaError_t error = cudaFuncSetAttribute(statistics, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
 
@@ -810,6 +886,7 @@ cudaError_t Launch(const ForwardParams& p, cudaStream_t stream) {
   args.p = p;
   args.group = MakeGroup(p.shape);
   args.windows = Windows(p.batch);
+  args.taken = (args.windows + 7) / 8;
   args.all = p.selection_scores != nullptr;
   const int32_t tiles = MaxTiles(p.batch, kUnits * args.group.queries);
   const int32_t chunk = ChunkTiles(p.shape, p.batch);
@@ -821,7 +898,8 @@ cudaError_t Launch(const ForwardParams& p, cudaStream_t stream) {
   for (int32_t begin = 0; begin < tiles; begin += chunk) {
     args.tile_begin = begin;
     args.tile_end = std::min(tiles, begin + chunk);
-    const dim3 grid(args.tile_end - begin, p.shape.selection_heads);
+    dim3 grid(args.tile_end - begin, p.shape.selection_heads);
+    if (hopper) grid = dim3(std::min<unsigned>(grid.x * grid.y, processors));
     statistics<<<grid, threads, shared, stream>>>(args);
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;

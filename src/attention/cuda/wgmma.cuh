@@ -19,6 +19,13 @@ template <int kPending>
 __device__ __forceinline__ void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
+// Waits for all products, but not before `value`, mostly true, is known: ptxas would otherwise move the wait up before
+// the arithmetic that is to hide it. An instruction that it does not move ties the two together.
+__device__ __forceinline__ void WgmmaWaitAfter(bool value) {
+  asm volatile("{ .reg .pred p; setp.eq.s32 p, %0, 0; @p nanosleep.u32 0; wgmma.wait_group.sync.aligned 0; }" ::"r"(
+                   static_cast<int>(value))
+               : "memory");
+}
 // Shared memory written by ordinary stores or cp.async becomes visible to wgmma.
 __device__ __forceinline__ void FenceAsyncProxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Keeps the compiler from moving reads of accumulators above a wait.

@@ -1,0 +1,387 @@
+// From a plan and the C ABI's parameters to the kernels'. The kernels read lengths, starts and lambdas from device
+// memory: each call copies them from the plan into the front of the workspace, on the stream.
+#include "attention/cuda/backend.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "attention/cuda/cuda.h"
+#include "attention/cuda/decode_backward.h"
+#include "base/errors.h"
+
+namespace phsa::cuda {
+namespace {
+
+constexpr size_t kAlignment = 256;
+constexpr int32_t kNoLimit = 1 << 30;  // above every position
+
+size_t Aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+template <class T>
+T* At(void* workspace, size_t offset) {
+  return reinterpret_cast<T*>(static_cast<char*>(workspace) + offset);
+}
+
+// Where the parts of the workspace begin.
+struct Layout {
+  size_t reps = 0;       // after the tables: representatives, where the caller gives no room for them
+  size_t selection = 0;  // lists, likewise
+  size_t scratch = 0;    // of the kernels
+  size_t end = 0;
+};
+
+// The batch as the kernels read it.
+struct Tables {
+  explicit Tables(const PlanImpl& plan)
+      : seqs(plan.seqs.size()),
+        kv_starts(0),
+        rep_starts(kv_starts + seqs * sizeof(int64_t)),
+        packed_rep_starts(rep_starts + seqs * sizeof(int64_t)),
+        cu_q(packed_rep_starts + seqs * sizeof(int64_t)),
+        kv_lens(cu_q + (seqs + 1) * sizeof(int32_t)),
+        lambda(kv_lens + seqs * sizeof(int32_t)),
+        size(lambda + plan.lambda.size() * sizeof(float)) {}
+
+  size_t seqs;
+  size_t kv_starts, rep_starts, packed_rep_starts, cu_q, kv_lens, lambda, size;
+};
+
+std::vector<char> FillTables(const PlanImpl& plan) {
+  const Tables tables(plan);
+  std::vector<char> bytes(tables.size);
+  auto* kv_starts = At<int64_t>(bytes.data(), tables.kv_starts);
+  auto* rep_starts = At<int64_t>(bytes.data(), tables.rep_starts);
+  auto* packed_rep_starts = At<int64_t>(bytes.data(), tables.packed_rep_starts);
+  auto* cu_q = At<int32_t>(bytes.data(), tables.cu_q);
+  auto* kv_lens = At<int32_t>(bytes.data(), tables.kv_lens);
+  for (size_t s = 0; s < tables.seqs; ++s) {
+    const Sequence& seq = plan.seqs[s];
+    kv_starts[s] = seq.kv_start;
+    rep_starts[s] = seq.rep_start;
+    packed_rep_starts[s] = seq.packed_rep_start;
+    cu_q[s] = static_cast<int32_t>(seq.q_start);
+    kv_lens[s] = seq.kv_len;
+  }
+  cu_q[tables.seqs] = static_cast<int32_t>(plan.num_queries);
+  std::copy(plan.lambda.begin(), plan.lambda.end(), At<float>(bytes.data(), tables.lambda));
+  return bytes;
+}
+
+int32_t MaxQueries(const PlanImpl& plan) {
+  int32_t most = 0;
+  for (const Sequence& seq : plan.seqs) most = std::max(most, seq.q_len);
+  return most;
+}
+
+int32_t DenseBelow(const PlanImpl& plan) { return plan.dense ? kNoLimit : plan.settings.dense_below; }
+
+Shape MakeShape(const PlanImpl& plan) {
+  Shape shape{};
+  shape.dtype = static_cast<Dtype>(plan.dtype);
+  shape.num_q_heads = plan.num_q_heads;
+  shape.num_kv_heads = plan.num_kv_heads;
+  shape.head_dim = plan.head_dim;
+  shape.selection_heads = plan.selection_heads;
+  shape.init_blocks = plan.init_blocks;
+  shape.local_blocks = plan.local_blocks;
+  shape.top_k = plan.top_k;
+  shape.dense_below = DenseBelow(plan);
+  shape.group_max = plan.settings.group_reduce == GroupReduce::kMax;
+  shape.scale = plan.scale;
+  return shape;
+}
+
+// Without the device pointers.
+Batch MakeBatch(const PlanImpl& plan) {
+  Batch batch{};
+  batch.num_seqs = static_cast<int32_t>(plan.seqs.size());
+  batch.total_q = static_cast<int32_t>(plan.num_queries);
+  batch.max_q_len = MaxQueries(plan);
+  batch.max_kv_len = plan.max_kv_len;
+  batch.page_size = plan.page_size;
+  return batch;
+}
+
+MethodParams MakeMethod(const PlanImpl& plan) {
+  MethodParams method{};
+  method.init_blocks = plan.init_blocks;
+  method.local_blocks = plan.local_blocks;
+  method.top_k = plan.top_k;
+  method.dense_below = plan.dense ? std::numeric_limits<int32_t>::max() : plan.settings.dense_below;
+  method.scale = plan.scale;
+  return method;
+}
+
+size_t RepBytes(const PlanImpl& plan) {
+  return static_cast<size_t>(plan.num_reps) * plan.num_kv_heads * plan.rep_width * sizeof(uint16_t);
+}
+
+// One query per sequence, and lists for groups: what the decode kernels take.
+bool IsDecode(const PlanImpl& plan) {
+  const auto one = [](const Sequence& seq) { return seq.q_len == 1; };
+  return plan.settings.group_reduce != GroupReduce::kNone && std::all_of(plan.seqs.begin(), plan.seqs.end(), one);
+}
+
+DecodeParams DecodeShape(const PlanImpl& plan) {
+  DecodeParams p{};
+  p.method = MakeMethod(plan);
+  p.dtype = plan.dtype;
+  p.num_seqs = static_cast<int32_t>(plan.seqs.size());
+  p.num_q_heads = plan.num_q_heads;
+  p.num_kv_heads = plan.num_kv_heads;
+  p.head_dim = plan.head_dim;
+  p.max_kv_len = plan.max_kv_len;
+  p.group_reduce = plan.settings.group_reduce == GroupReduce::kMax ? PHSA_GROUP_MAX : PHSA_GROUP_SUM;
+  p.page_size = plan.page_size;
+  return p;
+}
+
+BackwardParams BackwardShape(const PlanImpl& plan) {
+  BackwardParams p{};
+  p.method = MakeMethod(plan);
+  p.dtype = plan.dtype;
+  p.num_seqs = static_cast<int32_t>(plan.seqs.size());
+  p.num_q_heads = plan.num_q_heads;
+  p.num_kv_heads = plan.num_kv_heads;
+  p.head_dim = plan.head_dim;
+  p.total_tokens = static_cast<int32_t>(plan.num_queries);
+  p.max_seq_len = plan.max_kv_len;
+  return p;
+}
+
+Layout ForwardLayout(const PlanImpl& plan) {
+  Layout layout;
+  layout.reps = Aligned(Tables(plan).size);
+  layout.selection = layout.reps + Aligned(RepBytes(plan));
+  const size_t lists = static_cast<size_t>(plan.num_queries) * plan.selection_heads * plan.top_k;
+  layout.scratch = layout.selection + Aligned(lists * sizeof(int32_t));
+  size_t scratch = SelectWorkspaceSize(MakeShape(plan), MakeBatch(plan));
+  if (IsDecode(plan)) scratch = std::max(scratch, DecodeWorkspaceSize(DecodeShape(plan)));
+  layout.end = layout.scratch + Aligned(scratch);
+  return layout;
+}
+
+void Check(cudaError_t error, const char* where) {
+  if (error == cudaSuccess) return;
+  const bool missing = error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver;
+  Throw(missing ? PHSA_UNSUPPORTED : PHSA_INTERNAL, "{}: CUDA: {}", where, cudaGetErrorString(error));
+}
+
+// The kernels load 16 bytes at a time.
+void CheckRows(const char* where, const char* name, const void* data, int64_t token_stride, int64_t head_stride,
+               int64_t page_stride) {
+  if (reinterpret_cast<uintptr_t>(data) % 16 != 0 || token_stride % 8 != 0 || head_stride % 8 != 0 ||
+      page_stride % 8 != 0) {
+    ThrowInvalid("{}: {} is at {} with strides {}, {}, {}; allowed: a multiple of 16 bytes, and of 8 elements", where,
+                 name, data, token_stride, head_stride, page_stride);
+  }
+}
+
+Rows MakeRows(const char* where, const char* name, const void* data, int64_t token_stride, int64_t head_stride,
+              int64_t page_stride) {
+  CheckRows(where, name, data, token_stride, head_stride, page_stride);
+  return {const_cast<void*>(data), token_stride, head_stride, page_stride};
+}
+
+// Copies the plan's tables into the workspace.
+void UploadTables(const PlanImpl& plan, void* workspace, cudaStream_t stream, const char* where) {
+  Check(Upload(plan.device_tables.data(), plan.device_tables.size(), workspace, stream), where);
+}
+
+// `attends`: values and outputs are there.
+ForwardParams FromC(const PlanImpl& plan, const phsa::ForwardParams& c, bool attends, const char* where) {
+  const Tables tables(plan);
+  const Layout layout = ForwardLayout(plan);
+  const bool paged = plan.page_size != 0;
+  ForwardParams p{};
+  p.shape = MakeShape(plan);
+  p.batch = MakeBatch(plan);
+  p.batch.cu_q = At<int32_t>(c.workspace, tables.cu_q);
+  p.batch.kv_lens = At<int32_t>(c.workspace, tables.kv_lens);
+  p.batch.kv_starts = At<int64_t>(c.workspace, tables.kv_starts);
+  p.batch.page_table = c.kv.page_table;
+  p.batch.page_table_stride = c.kv.page_table_stride;
+  if (c.q != nullptr) p.q = MakeRows(where, "q", c.q, c.q_token_stride, c.q_head_stride, 0);
+  p.k = MakeRows(where, "kv.k", c.kv.k, c.kv.k_token_stride, c.kv.k_head_stride, paged ? c.kv.k_page_stride : 0);
+  if (attends) {
+    p.v = MakeRows(where, "kv.v", c.kv.v, c.kv.v_token_stride, c.kv.v_head_stride, paged ? c.kv.v_page_stride : 0);
+    p.out = MakeRows(where, "out", c.out, c.out_token_stride, c.out_head_stride, 0);
+  }
+  if (c.kv.reps != nullptr) {
+    p.reps = MakeRows(where, "kv.reps", c.kv.reps, c.kv.rep_row_stride, c.kv.rep_head_stride,
+                      paged ? c.kv.rep_page_stride : 0);
+    p.batch.rep_starts = At<int64_t>(c.workspace, tables.rep_starts);
+  } else if (plan.top_k > 0) {
+    if (paged) ThrowInvalid("{}: kv.reps is null, which CUDA kernels take with contiguous keys only", where);
+    p.reps = {At<void>(c.workspace, layout.reps), int64_t{plan.num_kv_heads} * plan.rep_width, plan.rep_width, 0};
+    p.batch.rep_starts = At<int64_t>(c.workspace, tables.packed_rep_starts);
+  }
+  p.flags = c.kv.flags;
+  p.flags_page_stride = c.kv.flags_page_stride;
+  p.lambda = At<float>(c.workspace, tables.lambda);
+  p.lse = c.lse;
+  p.selection = c.selection != nullptr ? c.selection : At<int32_t>(c.workspace, layout.selection);
+  p.selection_scores = c.selection_scores;
+  p.workspace = At<void>(c.workspace, layout.scratch);
+  p.workspace_size = layout.end - layout.scratch;
+  return p;
+}
+
+DecodeParams DecodeFromC(const PlanImpl& plan, const phsa::ForwardParams& c, const ForwardParams& p) {
+  DecodeParams d = DecodeShape(plan);
+  d.kv_lens = p.batch.kv_lens;
+  d.head_lambda = p.lambda;
+  d.q = p.q.data;
+  d.q_token_stride = p.q.token_stride;
+  d.q_head_stride = p.q.head_stride;
+  d.k = p.k.data;
+  d.k_token_stride = p.k.token_stride;
+  d.k_head_stride = p.k.head_stride;
+  d.k_page_stride = p.k.page_stride;
+  d.v = p.v.data;
+  d.v_token_stride = p.v.token_stride;
+  d.v_head_stride = p.v.head_stride;
+  d.v_page_stride = p.v.page_stride;
+  d.flags = p.flags;
+  d.flags_page_stride = p.flags_page_stride;
+  d.reps = p.reps.data;
+  d.rep_row_stride = p.reps.token_stride;
+  d.rep_head_stride = p.reps.head_stride;
+  d.rep_page_stride = p.reps.page_stride;
+  d.page_table = p.batch.page_table;
+  d.page_table_stride = p.batch.page_table_stride;
+  d.kv_starts = p.batch.kv_starts;
+  d.rep_starts = p.batch.rep_starts;
+  d.out = p.out.data;
+  d.out_token_stride = p.out.token_stride;
+  d.out_head_stride = p.out.head_stride;
+  d.lse = p.lse;
+  d.selection = c.selection;
+  d.workspace = p.workspace;
+  d.workspace_size = p.workspace_size;
+  return d;
+}
+
+cudaStream_t Stream(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+}  // namespace
+
+bool Compiled() { return true; }
+
+void Prepare(PlanImpl* plan) {
+  if (plan->block != kBlockTokens) {
+    Throw(PHSA_UNSUPPORTED, "plan: block_size is {}; the CUDA kernels take {}", plan->block, kBlockTokens);
+  }
+  if (plan->representation != Representation::kNone && plan->representation != Representation::kMixedMean) {
+    Throw(PHSA_UNSUPPORTED, "plan: the CUDA kernels take the policies dense, phsa, infllm2 and streaming");
+  }
+  if (plan->num_queries > kNoLimit) {
+    Throw(PHSA_UNSUPPORTED, "plan: {} queries; the CUDA kernels take up to {}", plan->num_queries, kNoLimit);
+  }
+  if (const char* reason = Unsupported(MakeShape(*plan), MakeBatch(*plan))) Throw(PHSA_UNSUPPORTED, "plan: {}", reason);
+  plan->device_tables = FillTables(*plan);
+  plan->workspace_size = ForwardLayout(*plan).end;
+  if (plan->page_size == 0 && plan->self_attention) {  // else Plan refuses a backward
+    plan->backward_workspace_size = Aligned(Tables(*plan).size) + BackwardWorkspaceSize(BackwardShape(*plan));
+  }
+}
+
+void Represent(const PlanImpl& plan, const phsa::ForwardParams& params) {
+  const cudaStream_t stream = Stream(params.stream);
+  const ForwardParams p = FromC(plan, params, false, "represent");
+  UploadTables(plan, params.workspace, stream, "represent");
+  Check(Represent(p, false, stream), "represent");
+}
+
+void Select(const PlanImpl& plan, const phsa::ForwardParams& params) {
+  const cudaStream_t stream = Stream(params.stream);
+  const ForwardParams p = FromC(plan, params, false, "select");
+  UploadTables(plan, params.workspace, stream, "select");
+  if (params.kv.reps == nullptr) Check(Represent(p, true, stream), "select");
+  Check(Select(p, stream), "select");
+}
+
+void Attend(const PlanImpl& plan, const phsa::ForwardParams& params) {
+  const cudaStream_t stream = Stream(params.stream);
+  const ForwardParams p = FromC(plan, params, true, "attend");
+  UploadTables(plan, params.workspace, stream, "attend");
+  Check(Attend(p, stream), "attend");
+}
+
+void Forward(const PlanImpl& plan, const phsa::ForwardParams& params) {
+  const cudaStream_t stream = Stream(params.stream);
+  const ForwardParams p = FromC(plan, params, true, "forward");
+  UploadTables(plan, params.workspace, stream, "forward");
+  // Decoding has kernels of its own; they keep the representatives of a cache up, and give no scores.
+  if (IsDecode(plan) && (params.kv.reps != nullptr || plan.top_k == 0) && params.selection_scores == nullptr) {
+    Check(Decode(DecodeFromC(plan, params, p), stream), "forward");
+    return;
+  }
+  if (plan.top_k > 0) {
+    Check(Represent(p, params.kv.reps == nullptr, stream), "forward");
+    Check(Select(p, stream), "forward");
+  } else if (params.kv.reps != nullptr && plan.num_reps > 0) {
+    Check(Represent(p, false, stream), "forward");
+  }
+  Check(Attend(p, stream), "forward");
+}
+
+void Backward(const PlanImpl& plan, const phsa::BackwardParams& params) {
+  if (plan.settings.group_reduce == GroupReduce::kNone && plan.top_k > 0) {
+    Throw(PHSA_UNSUPPORTED, "backward: group_reduce is none; the CUDA kernels take sum and max");
+  }
+  for (const Sequence& seq : plan.seqs) {
+    if (seq.kv_start != seq.q_start) Throw(PHSA_UNSUPPORTED, "backward: the CUDA kernels take packed keys");
+  }
+  const cudaStream_t stream = Stream(params.stream);
+  const Tables tables(plan);
+  BackwardParams b = BackwardShape(plan);
+  const auto rows = [](const char* name, const void* data, int64_t token_stride, int64_t head_stride) {
+    CheckRows("backward", name, data, token_stride, head_stride, 0);
+  };
+  rows("q", params.q, params.q_token_stride, params.q_head_stride);
+  rows("kv.k", params.kv.k, params.kv.k_token_stride, params.kv.k_head_stride);
+  rows("kv.v", params.kv.v, params.kv.v_token_stride, params.kv.v_head_stride);
+  rows("out", params.out, params.out_token_stride, params.out_head_stride);
+  rows("d_out", params.d_out, params.d_out_token_stride, params.d_out_head_stride);
+  rows("d_q", params.d_q, params.d_q_token_stride, params.d_q_head_stride);
+  rows("d_k", params.d_k, params.d_k_token_stride, params.d_k_head_stride);
+  rows("d_v", params.d_v, params.d_v_token_stride, params.d_v_head_stride);
+  b.cu_seqlens = At<int32_t>(params.workspace, tables.cu_q);
+  b.q = params.q;
+  b.q_token_stride = params.q_token_stride;
+  b.q_head_stride = params.q_head_stride;
+  b.k = params.kv.k;
+  b.k_token_stride = params.kv.k_token_stride;
+  b.k_head_stride = params.kv.k_head_stride;
+  b.v = params.kv.v;
+  b.v_token_stride = params.kv.v_token_stride;
+  b.v_head_stride = params.kv.v_head_stride;
+  b.out = params.out;
+  b.out_token_stride = params.out_token_stride;
+  b.out_head_stride = params.out_head_stride;
+  b.lse = params.lse;
+  b.selection = params.selection;
+  b.d_out = params.d_out;
+  b.d_out_token_stride = params.d_out_token_stride;
+  b.d_out_head_stride = params.d_out_head_stride;
+  b.d_q = params.d_q;
+  b.d_q_token_stride = params.d_q_token_stride;
+  b.d_q_head_stride = params.d_q_head_stride;
+  b.d_k = params.d_k;
+  b.d_k_token_stride = params.d_k_token_stride;
+  b.d_k_head_stride = params.d_k_head_stride;
+  b.d_v = params.d_v;
+  b.d_v_token_stride = params.d_v_token_stride;
+  b.d_v_head_stride = params.d_v_head_stride;
+  const size_t begin = Aligned(tables.size);
+  b.workspace = At<void>(params.workspace, begin);
+  b.workspace_size = plan.backward_workspace_size - begin;
+  UploadTables(plan, params.workspace, stream, "backward");
+  Check(Backward(b, stream), "backward");
+}
+
+}  // namespace phsa::cuda
