@@ -73,7 +73,7 @@ std::vector<int32_t> IdsFromJson(const Json& list) {
   if (!list.is_array()) ThrowInvalid("tokenize: a line is not a JSON list of ids");
   for (const Json& id : list) {
     if (!id.is_number_integer() || id.get<int64_t>() < 0 || id.get<int64_t>() > INT32_MAX) {
-      ThrowInvalid("tokenize: {} is not an id", Quoted(id.dump()));
+      ThrowInvalid("tokenize: {} is not an id", id.is_structured() ? id.type_name() : Quoted(id.dump()));
     }
     ids.push_back(id.get<int32_t>());
   }

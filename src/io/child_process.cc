@@ -13,8 +13,6 @@
 
 #include "base/errors.h"
 
-extern char** environ;
-
 namespace phsa {
 namespace {
 
@@ -36,6 +34,7 @@ std::vector<std::string> Environment(const std::vector<std::string>& changes) {
 
 std::vector<char*> Pointers(std::vector<std::string>& strings) {
   std::vector<char*> out;
+  out.reserve(strings.size() + 1);
   for (std::string& text : strings) out.push_back(text.data());
   out.push_back(nullptr);
   return out;

@@ -27,22 +27,22 @@ constexpr const char* kSupportedTypes = "f32, f16, bf16, q4_0, q4_1, q5_0, q5_1,
 
 // GGML's numbers of the types that exist; those without a TensorType are named in the refusal.
 struct FileType {
-  uint32_t number;
   const char* name;
+  uint32_t number;
   std::optional<TensorType> type;
 };
 constexpr FileType kFileTypes[] = {
-    {0, "f32", TensorType::kF32},    {1, "f16", TensorType::kF16},    {2, "q4_0", TensorType::kQ4_0},
-    {3, "q4_1", TensorType::kQ4_1},  {6, "q5_0", TensorType::kQ5_0},  {7, "q5_1", TensorType::kQ5_1},
-    {8, "q8_0", TensorType::kQ8_0},  {9, "q8_1", std::nullopt},       {10, "q2_k", std::nullopt},
-    {11, "q3_k", std::nullopt},      {12, "q4_k", TensorType::kQ4_K}, {13, "q5_k", TensorType::kQ5_K},
-    {14, "q6_k", TensorType::kQ6_K}, {15, "q8_k", std::nullopt},      {16, "iq2_xxs", std::nullopt},
-    {17, "iq2_xs", std::nullopt},    {18, "iq3_xxs", std::nullopt},   {19, "iq1_s", std::nullopt},
-    {20, "iq4_nl", std::nullopt},    {21, "iq3_s", std::nullopt},     {22, "iq2_s", std::nullopt},
-    {23, "iq4_xs", std::nullopt},    {24, "i8", std::nullopt},        {25, "i16", std::nullopt},
-    {26, "i32", std::nullopt},       {27, "i64", std::nullopt},       {28, "f64", std::nullopt},
-    {29, "iq1_m", std::nullopt},     {30, "bf16", TensorType::kBf16}, {34, "tq1_0", std::nullopt},
-    {35, "tq2_0", std::nullopt},     {39, "mxfp4", std::nullopt},     {40, "nvfp4", std::nullopt},
+    {"f32", 0, TensorType::kF32},    {"f16", 1, TensorType::kF16},    {"q4_0", 2, TensorType::kQ4_0},
+    {"q4_1", 3, TensorType::kQ4_1},  {"q5_0", 6, TensorType::kQ5_0},  {"q5_1", 7, TensorType::kQ5_1},
+    {"q8_0", 8, TensorType::kQ8_0},  {"q8_1", 9, std::nullopt},       {"q2_k", 10, std::nullopt},
+    {"q3_k", 11, std::nullopt},      {"q4_k", 12, TensorType::kQ4_K}, {"q5_k", 13, TensorType::kQ5_K},
+    {"q6_k", 14, TensorType::kQ6_K}, {"q8_k", 15, std::nullopt},      {"iq2_xxs", 16, std::nullopt},
+    {"iq2_xs", 17, std::nullopt},    {"iq3_xxs", 18, std::nullopt},   {"iq1_s", 19, std::nullopt},
+    {"iq4_nl", 20, std::nullopt},    {"iq3_s", 21, std::nullopt},     {"iq2_s", 22, std::nullopt},
+    {"iq4_xs", 23, std::nullopt},    {"i8", 24, std::nullopt},        {"i16", 25, std::nullopt},
+    {"i32", 26, std::nullopt},       {"i64", 27, std::nullopt},       {"f64", 28, std::nullopt},
+    {"iq1_m", 29, std::nullopt},     {"bf16", 30, TensorType::kBf16}, {"tq1_0", 34, std::nullopt},
+    {"tq2_0", 35, std::nullopt},     {"mxfp4", 39, std::nullopt},     {"nvfp4", 40, std::nullopt},
 };
 
 // Bytes of a scalar, the smallest that a string can have (its length), 0 for arrays and what is no type.

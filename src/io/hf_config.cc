@@ -27,7 +27,7 @@ std::string ReadArchitecture(const JsonFields& fields) {
                    fields.Where("architectures"), JsonText(classes->front()));
     }
   }
-  const std::string type = fields.String("model_type").value_or("");
+  std::string type = fields.String("model_type").value_or("");
   if (!IsKnownArchitecture(type)) {
     ThrowInvalid("{} is {}; allowed: {}", fields.Where("model_type"), Quoted(type), kArchitectures);
   }

@@ -135,7 +135,8 @@ class HfSource final : public ModelSource {
     for (const auto& [name, file] : weight_map->items()) {
       // A name of a file in this folder, and nothing that leads out of it.
       const std::string text = file.is_string() ? file.get<std::string>() : "";
-      if (text.empty() || text == "." || text == ".." || text.find_first_of(std::string_view("/\0", 2)) != text.npos) {
+      if (text.empty() || text == "." || text == ".." ||
+          text.find_first_of(std::string_view("/\0", 2)) != std::string::npos) {
         ThrowInvalid("{}: {} is in {}; allowed: the name of a file beside the index", where, Quoted(name),
                      JsonText(file));
       }

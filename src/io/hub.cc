@@ -22,9 +22,9 @@ std::optional<fs::path> FromEnvironment(const char* name, const char* below) {
 }
 
 std::optional<fs::path> HubFolder() {
-  if (const auto path = FromEnvironment("HF_HUB_CACHE", "")) return path;
-  if (const auto path = FromEnvironment("HF_HOME", "hub")) return path;
-  if (const auto path = FromEnvironment("XDG_CACHE_HOME", "huggingface/hub")) return path;
+  if (auto path = FromEnvironment("HF_HUB_CACHE", "")) return path;
+  if (auto path = FromEnvironment("HF_HOME", "hub")) return path;
+  if (auto path = FromEnvironment("XDG_CACHE_HOME", "huggingface/hub")) return path;
   return FromEnvironment("HOME", ".cache/huggingface/hub");
 }
 

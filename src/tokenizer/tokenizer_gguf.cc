@@ -16,10 +16,10 @@ constexpr int32_t kNormal = 1, kControl = 3, kUserDefined = 4;
 // How the original tokenizer.json of the models that bear this name cuts text.
 struct PreTokenization {
   std::string_view name;
-  bool nfc;
-  bool single_digits;  // a step of its own, before the patterns
   std::array<std::string_view, 3> patterns;
-  bool whole_words;  // ignore_merges
+  bool nfc = false;
+  bool single_digits = false;  // a step of its own, before the patterns
+  bool whole_words = false;    // ignore_merges
 };
 
 constexpr std::string_view kQwen2 =
@@ -32,15 +32,15 @@ constexpr std::string_view kDeepSeek3 =
     R"(\s*[\r\n]+|\s+(?!\S)|\s+)";
 
 constexpr PreTokenization kKnown[] = {
-    {"gpt-2", false, false, {kGpt2Pattern}, false},
-    {"smollm", false, true, {kGpt2Pattern}, false},
-    {"starcoder", false, true, {kGpt2Pattern}, false},
-    {"qwen2", true, false, {kQwen2}, false},
-    {"deepseek-r1-qwen", true, false, {kQwen2}, false},
-    {"llama-bpe", false, false, {kLlama3}, true},
-    {"llama3", false, false, {kLlama3}, true},
-    {"llama-v3", false, false, {kLlama3}, true},
-    {"deepseek-v3", false, false, {R"(\p{N}{1,3})", "[一-龥぀-ゟ゠-ヿ]+", kDeepSeek3}, false},
+    {.name = "gpt-2", .patterns = {kGpt2Pattern}},
+    {.name = "smollm", .patterns = {kGpt2Pattern}, .single_digits = true},
+    {.name = "starcoder", .patterns = {kGpt2Pattern}, .single_digits = true},
+    {.name = "qwen2", .patterns = {kQwen2}, .nfc = true},
+    {.name = "deepseek-r1-qwen", .patterns = {kQwen2}, .nfc = true},
+    {.name = "llama-bpe", .patterns = {kLlama3}, .whole_words = true},
+    {.name = "llama3", .patterns = {kLlama3}, .whole_words = true},
+    {.name = "llama-v3", .patterns = {kLlama3}, .whole_words = true},
+    {.name = "deepseek-v3", .patterns = {R"(\p{N}{1,3})", "[一-龥぀-ゟ゠-ヿ]+", kDeepSeek3}},
 };
 
 const PreTokenization& FindPreTokenization(const std::string& name, const std::string& file) {

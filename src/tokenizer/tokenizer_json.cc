@@ -15,6 +15,9 @@ namespace {
 
 using Json = nlohmann::json;
 
+// A value for a message. Lists and objects are named only: they may be of any size and depth.
+std::string Shown(const Json& value) { return value.is_structured() ? value.type_name() : Quoted(value.dump()); }
+
 // Ids may leave gaps, but a few bytes of file must not ask for gigabytes of table.
 constexpr size_t kMostGaps = 65536;
 constexpr int kDeepestSequence = 8;
@@ -50,6 +53,8 @@ class Reader {
       return Json::parse(text);
     } catch (const Json::parse_error& error) {
       ThrowInvalid("{}: not JSON: wrong at byte {}", file, error.byte);
+    } catch (const Json::out_of_range&) {
+      ThrowInvalid("{}: not JSON that can be read: it has a number out of range", file);
     }
   }
 
@@ -81,7 +86,7 @@ class Reader {
 
   int32_t Id(const Json& value, std::string_view token, size_t most) const {
     if (!value.is_number_unsigned() || value.get<uint64_t>() >= most) {
-      Refuse("the vocabulary", "gives {} the id {}; allowed: 0 to {}", Quoted(token), Quoted(value.dump()), most - 1);
+      Refuse("the vocabulary", "gives {} the id {}; allowed: 0 to {}", Quoted(token), Shown(value), most - 1);
     }
     return static_cast<int32_t>(value.get<uint64_t>());
   }
@@ -98,7 +103,7 @@ class Reader {
   void ReadModel(const Json& model) {
     const Json& vocabulary = Member(model, "model", "vocab");
     if (const Json* type = Find(model, "type"); type != nullptr && *type != "BPE") {
-      Refuse("model", "is of type {}; allowed: BPE", Quoted(type->dump()));
+      Refuse("model", "is of type {}; allowed: BPE", Shown(*type));
     }
     if (!vocabulary.is_object() || vocabulary.empty()) Refuse("model", "has a \"vocab\" without tokens");
     most_ids_ = vocabulary.size() + kMostGaps;
@@ -109,7 +114,7 @@ class Reader {
     }
     for (const char* name : {"continuing_subword_prefix", "end_of_word_suffix"}) {
       const Json* affix = Find(model, name);
-      if (affix != nullptr && *affix != "") Refuse("model", "has a {}, which is not supported", name);
+      if (affix != nullptr && *affix != Json("")) Refuse("model", "has a {}, which is not supported", name);
     }
     const Json* dropout = Find(model, "dropout");
     if (dropout != nullptr && *dropout != 0) Refuse("model", "has a dropout: its ids would be random");

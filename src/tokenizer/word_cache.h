@@ -1,4 +1,4 @@
-// The ids of words seen lately. Text repeats its words: four of five in English prose are answered here.
+// The ids of words seen lately: text repeats its words.
 #ifndef PHSA_TOKENIZER_WORD_CACHE_H_
 #define PHSA_TOKENIZER_WORD_CACHE_H_
 
