@@ -74,7 +74,7 @@ def enable(
         punctuation: a named set (en, zh, en+zh, sentence, pure, none), a file of ids or strings, or token ids.
         layers: other settings for some layers: ``{0: {"policy": "dense"}, "3-5": {"top_k": 32}}``.
         tokenizer: that of the model. None: it is loaded from where the model came from.
-        backend: auto, cpu or torch, as in phsa.ops.phsa_attention.
+        backend: auto, cpu, cuda or torch, as in phsa.ops.phsa_attention.
         check: whether to run a few tokens through the model and compare with its own attention.
 
     Returns the model. Raises ValueError for a model whose attention phsa would get wrong.
