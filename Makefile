@@ -48,9 +48,13 @@ bench: packages-test ## measures against our dense path, torch's SDPA, tokenizer
 	@mkdir -p build/bench
 	build/release/bin/phsa models fetch smollm2-135m
 	build/release/bin/phsa models fetch qwen2.5-coder-1.5b
-	for model in smollm2-135m qwen2.5-coder-1.5b; do \
+	set -o pipefail; for model in smollm2-135m qwen2.5-coder-1.5b; do \
 	  $(python) bench/llama_bench.py --model $$(build/release/bin/phsa models path $$model) $(LLAMA_BENCH_ARGS) || exit; \
 	done | tee build/bench/llama.txt
+	@if [ -d ../shared/tokenizers ]; then set -o pipefail; \
+	  $(python) bench/tokenizer_bench.py --tokenizer ../shared/tokenizers/qwen3/tokenizer.json \
+	    ../shared/data/haystack_en.txt ../shared/data/haystack_zh.txt | tee build/bench/tokenizer.jsonl; \
+	else echo "phsa: bench/tokenizer_bench.py needs a tokenizer.json and texts of yours; skipped"; fi
 	set -o pipefail; build/release/bin/bench_linear | tee build/bench/linear.txt
 	set -o pipefail; build/release/bin/bench_attention $(BENCH_ARGS) | tee build/bench/attention.txt
 	set -o pipefail; PYTHONPATH=python $(python) bench/sdpa_bench.py $(SDPA_BENCH_ARGS) | tee build/bench/sdpa.jsonl
