@@ -313,6 +313,15 @@ TEST(Gguf, ANumberOfKvHeadsPerLayerMayBeThereIfAllAreEqual) {
   EXPECT_EQ(OpenGgufOf(folder, gguf)->config().num_kv_heads, 2);
 }
 
+TEST(Gguf, Llama3WantsItsBeginTokenWhereTheFileDoesNotSay) {
+  const TempFolder folder;
+  GgufWriter gguf = SmallGguf();
+  gguf.metadata.replace(gguf.metadata.find("smollm"), 6, "llama3");
+  EXPECT_FALSE(OpenGgufOf(folder, gguf)->gguf_tokenizer()->add_bos);  // it says no
+  gguf.metadata.replace(gguf.metadata.find("add_bos_token"), 13, "another_entry");
+  EXPECT_TRUE(OpenGgufOf(folder, gguf)->gguf_tokenizer()->add_bos);
+}
+
 TEST(Gguf, AModelWithoutATokenizerOpens) {
   const TempFolder folder;
   GgufWriter gguf = SmallGguf();

@@ -276,7 +276,9 @@ class GgufSource final : public ModelSource {
       const int32_t id = TokenId(key);
       if (id >= 0) tokenizer.end_of_turn.push_back(id);
     }
-    tokenizer.add_bos = gguf_.Bool("tokenizer.ggml.add_bos_token").value_or(false);
+    // Files of Llama 3 often leave the key out and still expect the begin token.
+    const bool llama3 = tokenizer.pre == "llama-bpe" || tokenizer.pre == "llama3" || tokenizer.pre == "llama-v3";
+    tokenizer.add_bos = gguf_.Bool("tokenizer.ggml.add_bos_token").value_or(llama3);
     tokenizer.add_eos = gguf_.Bool("tokenizer.ggml.add_eos_token").value_or(false);
 
     if (tokenizer.eos >= 0) AddEnd(tokenizer.eos);
