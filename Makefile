@@ -84,7 +84,7 @@ sanitize: packages-test test-asan test-tsan ## the C++ tests under ASan and UBSa
 
 fuzz: packages-test ## builds the fuzzers and runs each for FUZZ_SECONDS
 	cmake --preset fuzz
-	cmake --build --preset fuzz
+	cmake --build --preset fuzz --target fuzzers
 	scripts/run-fuzzers.sh build/fuzz $(FUZZ_SECONDS)
 
 clean: ## removes what was built (not the virtual environment)
