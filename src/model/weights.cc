@@ -159,7 +159,7 @@ Activations ChooseActivations(WeightsMode mode) {
     case WeightsMode::kInt8: return {kInt8, kInt8, kInt8, kInt8, kInt8};
     case WeightsMode::kAuto:
       if (fast.bf16) return {kBf16, fast.int8 ? kInt8 : kBf16, kBf16, kBf16, fast.int8 ? kInt8 : kBf16};
-      if (fast.int8) return {kF32, kInt8, kInt8, kF32, kInt8};
+      if (fast.int8) return {kF32, kInt8, kF32, kF32, kInt8};
       return {};
   }
   return {};
