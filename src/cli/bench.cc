@@ -157,8 +157,9 @@ void RunBench(const BenchFlags& flags) {
   model.context = std::max(model.context, context);
   bool heading = !flags.json;
   for (const LayerSettings& attention : AttentionSettings(flags.attention, source->config(), context)) {
-    const std::unique_ptr<Engine> engine =
-        OpenEngine(source != nullptr ? std::move(source) : OpenModel(flags.model.model), model, attention);
+    if (source == nullptr) source = OpenModel(flags.model.model);
+    Tokenizer tokenizer = LoadTokenizer(*source);
+    const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, attention);
     LoadEngine(*engine);
     if (std::exchange(heading, false)) {
       WriteOut(fmt::format("{}, {} weights, {} cache, {} threads; tokens/s\n\n", engine->config().name,

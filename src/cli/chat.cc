@@ -7,7 +7,6 @@
 #include "cli/commands.h"
 #include "cli/options.h"
 #include "cli/terminal.h"
-#include "tokenizer/chat_template.h"
 
 namespace phsa::cli {
 namespace {
@@ -39,13 +38,14 @@ bool ReadLine(std::string& line) {
 
 void Chat(const ChatFlags& flags) {
   std::unique_ptr<ModelSource> source = OpenModel(flags.model.model);
-  const ChatTemplate chat = flags.chat_template.empty() ? ChatTemplate::Recognise(source->chat_template())
-                                                        : ChatTemplate::ByName(flags.chat_template);
+  const ChatTemplate chat = ChooseChatTemplate(flags.chat_template, source->chat_template());
   const GenerateOptions options = SamplingOptions(flags.sampling, source->config());
   const int32_t context = flags.model.context > 0 ? flags.model.context : source->config().context;
   const std::vector<LayerSettings> attention = AttentionSettings(flags.attention, source->config(), context);
   if (attention.size() != 1) ThrowInvalid("chat: one --attention and one -K; `phsa bench` takes lists");
-  const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), flags.model, attention.front());
+  Tokenizer tokenizer = LoadTokenizer(*source);
+  const std::unique_ptr<Engine> engine =
+      OpenEngine(std::move(source), std::move(tokenizer), flags.model, attention.front());
   LoadEngine(*engine);
   fmt::print(stderr, "{}", kHelp);
 

@@ -138,7 +138,7 @@ GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& c
 
 std::unique_ptr<ModelSource> OpenModel(const std::string& model) { return ModelSource::Open(ResolveModel(model)); }
 
-std::unique_ptr<Engine> OpenEngine(std::unique_ptr<ModelSource> source, const ModelFlags& flags,
+std::unique_ptr<Engine> OpenEngine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const ModelFlags& flags,
                                    const LayerSettings& attention) {
   EngineOptions options;
   options.weights = WeightsModeFromName(flags.weights);
@@ -147,7 +147,7 @@ std::unique_ptr<Engine> OpenEngine(std::unique_ptr<ModelSource> source, const Mo
   options.threads = flags.threads;
   options.chunk = flags.chunk;
   options.attention = attention;
-  auto engine = std::make_unique<Engine>(std::move(source), options);
+  auto engine = std::make_unique<Engine>(std::move(source), std::move(tokenizer), options);
   fmt::print(stderr, "{}\n", engine->plan().Text());
   if (flags.context == 0 && engine->plan().context < engine->config().context) {
     fmt::print(stderr, "context: {} of the model's {} tokens, as many as fit into memory\n", engine->plan().context,
@@ -163,6 +163,10 @@ void LoadEngine(Engine& engine) {
     return !WasInterrupted();
   });
   if (!loaded) throw Interrupted{};
+}
+
+ChatTemplate ChooseChatTemplate(const std::string& name, const std::string& model_template) {
+  return name.empty() ? ChatTemplate::Recognise(model_template) : ChatTemplate::ByName(name);
 }
 
 std::string ReadText(const std::string& path) {

@@ -12,6 +12,7 @@
 
 #include "engine/session.h"
 #include "phsa/settings.h"
+#include "tokenizer/chat_template.h"
 
 namespace phsa::cli {
 
@@ -48,9 +49,12 @@ GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& c
 
 std::unique_ptr<ModelSource> OpenModel(const std::string& model);  // a path or a name
 // Prints the memory plan and refuses what does not fit. LoadEngine has a progress bar; Ctrl-C throws Interrupted.
-std::unique_ptr<Engine> OpenEngine(std::unique_ptr<ModelSource> source, const ModelFlags& flags,
+std::unique_ptr<Engine> OpenEngine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const ModelFlags& flags,
                                    const LayerSettings& attention);
 void LoadEngine(Engine& engine);
+
+// The template that --chat-template names, else the one whose text the model carries.
+ChatTemplate ChooseChatTemplate(const std::string& name, const std::string& model_template);
 
 // A whole file, or standard input for "-". What is not UTF-8 is refused, naming the offset.
 std::string ReadText(const std::string& path);

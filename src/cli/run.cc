@@ -5,7 +5,6 @@
 #include "cli/commands.h"
 #include "cli/options.h"
 #include "cli/terminal.h"
-#include "tokenizer/chat_template.h"
 
 namespace phsa::cli {
 namespace {
@@ -29,8 +28,7 @@ std::vector<int32_t> PromptTokens(const RunFlags& flags, const ModelSource& sour
     ids.insert(ids.end(), rest.begin(), rest.end());
     return ids;
   }
-  const ChatTemplate chat = flags.chat_template.empty() ? ChatTemplate::Recognise(source.chat_template())
-                                                        : ChatTemplate::ByName(flags.chat_template);
+  const ChatTemplate chat = ChooseChatTemplate(flags.chat_template, source.chat_template());
   std::vector<ChatMessage> messages;
   if (!flags.system.empty()) messages.push_back({"system", flags.system});
   messages.push_back({"user", text});
@@ -44,7 +42,8 @@ void Run(const RunFlags& flags) {
   std::unique_ptr<ModelSource> source = OpenModel(flags.model.model);
   const GenerateOptions options = SamplingOptions(flags.sampling, source->config());
   const int32_t model_context = source->config().context;
-  const std::vector<int32_t> prompt = PromptTokens(flags, *source, LoadTokenizer(*source));
+  Tokenizer tokenizer = LoadTokenizer(*source);
+  const std::vector<int32_t> prompt = PromptTokens(flags, *source, tokenizer);
   // Only what this question needs, unless -c asks for more.
   ModelFlags model = flags.model;
   if (model.context == 0) {
@@ -57,7 +56,7 @@ void Run(const RunFlags& flags) {
   }
   const std::vector<LayerSettings> attention = AttentionSettings(flags.attention, source->config(), model.context);
   if (attention.size() != 1) ThrowInvalid("run: one --attention and one -K; `phsa bench` takes lists");
-  const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), model, attention.front());
+  const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, attention.front());
   LoadEngine(*engine);
 
   Session session(*engine);

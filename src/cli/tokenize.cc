@@ -147,8 +147,7 @@ class Command {
  public:
   explicit Command(const TokenizeFlags& flags) : flags_(flags), loaded_(Load(flags.path)) {
     if (flags.chat.empty()) return;
-    chat_ = flags.chat_template.empty() ? ChatTemplate::Recognise(loaded_.chat_template)
-                                        : ChatTemplate::ByName(flags.chat_template);
+    chat_ = ChooseChatTemplate(flags.chat_template, loaded_.chat_template);
     variables_.enable_thinking = !flags.no_thinking;
     variables_.date_string = flags.date;
   }

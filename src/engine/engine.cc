@@ -82,11 +82,11 @@ Tokenizer LoadTokenizer(const ModelSource& source) {
                              source.tokenizer_json()->string());
 }
 
-Engine::Engine(std::unique_ptr<ModelSource> source, const EngineOptions& options)
+Engine::Engine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const EngineOptions& options)
     : source_(std::move(source)),
       options_(options),
       kv_dtype_(DefaultKvType(options)),
-      tokenizer_(LoadTokenizer(*source_)),
+      tokenizer_(std::move(tokenizer)),
       threads_(options.threads) {
   const ModelConfig& model = source_->config();
   if (options_.context < 0 || options_.context > model.context) {

@@ -31,7 +31,7 @@ Tokenizer LoadTokenizer(const ModelSource& source);
 class Engine {
  public:
   // The plan is made and checked here; `source` stays open for the engine's life.
-  Engine(std::unique_ptr<ModelSource> source, const EngineOptions& options);
+  Engine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const EngineOptions& options);
 
   const MemoryPlan& plan() const { return plan_; }
   const ModelConfig& config() const { return source_->config(); }
