@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "peak.h"
 #include "phsa/attention.h"
 #include "phsa/threads.h"
 
@@ -97,24 +98,6 @@ Options Parse(int argc, char** argv) {
   return o;
 }
 
-// Multiply-adds that the cores reach when nothing else is in the way: the roof for the numbers below.
-#if defined(__x86_64__)
-__attribute__((target_clones("avx512f", "fma", "default"), optimize("O3", "fp-contract=fast")))
-#endif
-float PeakLoop(int64_t steps) {
-  typedef float Vec __attribute__((vector_size(64)));
-  Vec acc[12];
-  for (int i = 0; i < 12; ++i) acc[i] = Vec{} + static_cast<float>(i);
-  const Vec a = Vec{} + 0.999f, b = Vec{} + 1e-3f;
-  for (int64_t s = 0; s < steps; ++s) {
-#pragma GCC unroll 12
-    for (int i = 0; i < 12; ++i) acc[i] = acc[i] * a + b;
-  }
-  float sum = 0;
-  for (int i = 0; i < 12; ++i) sum += acc[i][i];
-  return sum;
-}
-
 double Seconds(const std::function<void()>& fn, int repeat) {
   double best = 1e30;
   for (int i = 0; i < repeat; ++i) {
@@ -133,7 +116,7 @@ double PeakGflops(phsa::ThreadPool& pool) {
       [&] {
         pool.Run(
             pool.num_threads(),
-            [](void* arg, int32_t task, int32_t) { static_cast<float*>(arg)[task] = PeakLoop(kSteps); }, results);
+            [](void* arg, int32_t task, int32_t) { static_cast<float*>(arg)[task] = phsa::PeakLoop(kSteps); }, results);
         sink = sink + results[0];
       },
       3);

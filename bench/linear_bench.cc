@@ -17,6 +17,7 @@
 #include "base/dtype.h"
 #include "ops/linear.h"
 #include "ops/targets.h"
+#include "peak.h"
 #include "phsa/threads.h"
 
 #if defined(PHSA_HAS_ONEDNN)
@@ -103,23 +104,6 @@ double Seconds(const std::function<void()>& fn, int repeat) {
   return best;
 }
 
-#if defined(__x86_64__)
-__attribute__((target_clones("avx512f", "fma", "default"), optimize("O3", "fp-contract=fast")))
-#endif
-float PeakLoop(int64_t steps) {
-  typedef float Vec __attribute__((vector_size(64)));
-  Vec acc[12];
-  for (int i = 0; i < 12; ++i) acc[i] = Vec{} + static_cast<float>(i);
-  const Vec a = Vec{} + 0.999f, b = Vec{} + 1e-3f;
-  for (int64_t s = 0; s < steps; ++s) {
-#pragma GCC unroll 12
-    for (int i = 0; i < 12; ++i) acc[i] = acc[i] * a + b;
-  }
-  float sum = 0;
-  for (int i = 0; i < 12; ++i) sum += acc[i][i];
-  return sum;
-}
-
 double PeakGflops(phsa::ThreadPool& pool) {
   constexpr int64_t kSteps = 2000000;
   std::vector<float> results(static_cast<size_t>(pool.num_threads()));
@@ -127,7 +111,7 @@ double PeakGflops(phsa::ThreadPool& pool) {
       [&] {
         pool.Run(
             pool.num_threads(),
-            [](void* arg, int32_t task, int32_t) { static_cast<float*>(arg)[task] = PeakLoop(kSteps); },
+            [](void* arg, int32_t task, int32_t) { static_cast<float*>(arg)[task] = phsa::PeakLoop(kSteps); },
             results.data());
       },
       5);
