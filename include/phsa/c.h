@@ -229,7 +229,7 @@ PHSA_API phsa_status phsa_forward(const phsa_plan* plan, const phsa_forward_para
 PHSA_API phsa_status phsa_backward(const phsa_plan* plan, const phsa_backward_params* params);
 
 /* Tokens that the batch's queries read with this selection, summed over queries and query heads, and what dense
- * attention would read. selection may be NULL where selection_slots is 0; it is in host memory for any device. */
+ * attention would read. selection is in host memory for any device; NULL: any one, as all lists are full. */
 PHSA_API phsa_status phsa_tokens_read(const phsa_plan* plan, const int32_t* selection, int64_t* read, int64_t* dense);
 
 /* Flags for the tokens of a vocabulary. `set` is en, zh, en+zh, sentence, pure, none, or the path of a file of ids or

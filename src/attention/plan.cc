@@ -104,7 +104,7 @@ void TakeSequences(const PlanDesc& desc, PlanImpl* plan) {
   plan->seqs.reserve(desc.num_seqs);
   int64_t tokens = 0;
   for (int32_t s = 0; s < desc.num_seqs; ++s) {
-    Sequence seq{};
+    PlanSequence seq{};
     seq.q_len = desc.q_lens[s];
     seq.kv_len = desc.kv_lens[s];
     if (seq.q_len < 0 || seq.kv_len < 0 || seq.q_len > seq.kv_len || seq.kv_len > kMaxTokens) {
@@ -268,7 +268,7 @@ void Plan::Backward(const BackwardParams& params) const {
 void CheckSelection(const PlanImpl& plan, const int32_t* selection, const char* where) {
   if (plan.top_k == 0) return;
   const int64_t row_size = int64_t{plan.selection_heads} * plan.top_k;
-  for (const Sequence& seq : plan.seqs) {
+  for (const PlanSequence& seq : plan.seqs) {
     for (int32_t i = 0; i < seq.q_len; ++i) {
       const int32_t b = (seq.first_position() + i) / plan.block;
       const int32_t end = plan.CandidateEnd(b);
@@ -293,9 +293,8 @@ void CheckSelection(const PlanImpl& plan, const int32_t* selection, const char* 
 void Plan::TokensRead(const int32_t* selection, int64_t* read, int64_t* dense) const {
   const PlanImpl& plan = *impl_;
   if (read == nullptr || dense == nullptr) ThrowInvalid("tokens_read: read or dense is null");
-  if (plan.top_k > 0 && selection == nullptr) ThrowInvalid("tokens_read: selection is null");
   *read = *dense = 0;
-  for (const Sequence& seq : plan.seqs) {
+  for (const PlanSequence& seq : plan.seqs) {
     for (int32_t i = 0; i < seq.q_len; ++i) {
       const int64_t position = seq.first_position() + i;
       const int32_t b = static_cast<int32_t>(position / plan.block);
@@ -310,6 +309,10 @@ void Plan::TokensRead(const int32_t* selection, int64_t* read, int64_t* dense) c
                           : int64_t{plan.init_blocks} * plan.block + position + 1 - int64_t{local_begin} * plan.block;
       *read += always * plan.num_q_heads;
       if (plan.top_k == 0) continue;
+      if (selection == nullptr) {
+        *read += int64_t{std::min(plan.top_k, plan.CandidateEnd(b) - plan.init_blocks)} * plan.block * plan.num_q_heads;
+        continue;
+      }
       const int32_t* row = selection + (seq.q_start + i) * int64_t{plan.selection_heads} * plan.top_k;
       for (int64_t j = 0; j < int64_t{plan.selection_heads} * plan.top_k; ++j) {
         if (row[j] >= 0) *read += int64_t{plan.block} * plan.rows_of_group();

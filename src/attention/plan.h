@@ -28,7 +28,7 @@ inline constexpr int32_t kMaxHeads = 4096;
 inline constexpr int32_t kMaxThreads = 1024;
 inline constexpr int32_t kMaxTokens = 1 << 30;
 
-struct Sequence {
+struct PlanSequence {
   int32_t q_len, kv_len;
   int64_t q_start;           // row of q, out, lse, selection
   int64_t kv_start;          // row of k, v, flags (contiguous layout)
@@ -46,7 +46,7 @@ struct PlanImpl {
   float scale = 0;
   int32_t max_threads = 1;
   int32_t device = PHSA_DEVICE_CPU;
-  std::vector<Sequence> seqs;
+  std::vector<PlanSequence> seqs;
   int64_t num_queries = 0, num_reps = 0;
   int32_t max_kv_len = 0;
   bool self_attention = true;  // q_len = kv_len everywhere

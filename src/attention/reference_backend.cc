@@ -113,7 +113,7 @@ void Select(const PlanImpl& plan, const ForwardParams& params) {
   if (plan.top_k == 0) return;
   const int32_t choosing = plan.rows_of_group();  // query heads that share a choice
   for (int32_t s = 0; s < static_cast<int32_t>(plan.seqs.size()); ++s) {
-    const Sequence& seq = plan.seqs[s];
+    const PlanSequence& seq = plan.seqs[s];
     if (seq.q_len == 0) continue;
     for (int32_t kv_head = 0; kv_head < plan.num_kv_heads; ++kv_head) {
       const Method method = MethodOf(plan, kv_head);
@@ -142,7 +142,7 @@ void Select(const PlanImpl& plan, const ForwardParams& params) {
 
 void Attend(const PlanImpl& plan, const ForwardParams& params) {
   for (int32_t s = 0; s < static_cast<int32_t>(plan.seqs.size()); ++s) {
-    const Sequence& seq = plan.seqs[s];
+    const PlanSequence& seq = plan.seqs[s];
     if (seq.q_len == 0) continue;
     for (int32_t kv_head = 0; kv_head < plan.num_kv_heads; ++kv_head) {
       const Method method = MethodOf(plan, kv_head);
@@ -180,7 +180,7 @@ void Forward(const PlanImpl& plan, const ForwardParams& params) {
 
 void Backward(const PlanImpl& plan, const BackwardParams& params) {
   for (int32_t s = 0; s < static_cast<int32_t>(plan.seqs.size()); ++s) {
-    const Sequence& seq = plan.seqs[s];
+    const PlanSequence& seq = plan.seqs[s];
     for (int32_t kv_head = 0; kv_head < plan.num_kv_heads; ++kv_head) {
       const Method method = MethodOf(plan, kv_head);
       const Matrix k = LoadKeys(plan, params.kv, s, kv_head);

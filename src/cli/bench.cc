@@ -155,19 +155,19 @@ void RunBench(const BenchFlags& flags) {
   }
   ModelFlags model = flags.model;
   model.context = std::max(model.context, context);
-  bool heading = !flags.json;
-  for (const LayerSettings& attention : AttentionSettings(flags.attention, source->config(), context)) {
-    if (source == nullptr) source = OpenModel(flags.model.model);
-    Tokenizer tokenizer = LoadTokenizer(*source);
-    const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, attention);
-    LoadEngine(*engine);
-    if (std::exchange(heading, false)) {
-      WriteOut(fmt::format("{}, {} weights, {} cache, {} threads; tokens/s\n\n", engine->config().name,
-                           engine->plan().weight_types, engine->plan().kv_type, engine->threads().num_threads()));
-      WriteOut(fmt::format("| attention | K | test | depth | best of {} | mean |{}\n|---|---|---|---|---|---|{}\n",
-                           flags.repeats, flags.profile ? " products | attention | other |" : "",
-                           flags.profile ? "---|---|---|" : ""));
-    }
+  const std::vector<LayerSettings> policies = AttentionSettings(flags.attention, source->config(), context);
+  Tokenizer tokenizer = LoadTokenizer(*source);
+  const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, policies.front());
+  LoadEngine(*engine);
+  if (!flags.json) {
+    WriteOut(fmt::format("{}, {} weights, {} cache, {} threads; tokens/s\n\n", engine->config().name,
+                         engine->plan().weight_types, engine->plan().kv_type, engine->threads().num_threads()));
+    WriteOut(fmt::format("| attention | K | test | depth | best of {} | mean |{}\n|---|---|---|---|---|---|{}\n",
+                         flags.repeats, flags.profile ? " products | attention | other |" : "",
+                         flags.profile ? "---|---|---|" : ""));
+  }
+  for (const LayerSettings& attention : policies) {
+    engine->SetAttention(attention);
     Bench bench(flags, *engine);
     const int32_t threads = engine->threads().num_threads();
     for (const int32_t depth : depths) {

@@ -21,8 +21,8 @@ struct PerplexityFlags {
 void RunPerplexity(const PerplexityFlags& flags) {
   const std::string text = ReadText(flags.file);
   std::unique_ptr<ModelSource> source = OpenModel(flags.model.model);
-  std::optional<Tokenizer> tokenizer = LoadTokenizer(*source);
-  std::vector<int32_t> tokens = tokenizer->Encode(text, SpecialTokens::kAsText);
+  Tokenizer tokenizer = LoadTokenizer(*source);
+  std::vector<int32_t> tokens = tokenizer.Encode(text, SpecialTokens::kAsText);
   const int32_t context = flags.model.context > 0 ? flags.model.context : source->config().context;
   if (context < 2) ThrowInvalid("perplexity: -c is {}; it needs at least 2 tokens", context);
   if (tokens.size() < static_cast<size_t>(context)) {
@@ -33,14 +33,10 @@ void RunPerplexity(const PerplexityFlags& flags) {
   const std::vector<LayerSettings> policies = AttentionSettings(flags.attention, source->config(), context);
   ModelFlags model = flags.model;
   model.context = context;
+  const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, policies.front());
+  LoadEngine(*engine);
   for (const LayerSettings& attention : policies) {
-    // The cache's pages depend on the policy: each has an engine of its own, one after the other.
-    if (source == nullptr) {
-      source = OpenModel(flags.model.model);
-      tokenizer = LoadTokenizer(*source);
-    }
-    const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(*tokenizer), model, attention);
-    LoadEngine(*engine);
+    engine->SetAttention(attention);
     ProgressBar bar("reading");
     const PerplexityResult result = Perplexity(*engine, tokens, PrefillCallbacks(bar));
     bar.Clear();

@@ -35,6 +35,21 @@ std::vector<uint8_t> PunctuationFlags(const Tokenizer& tokenizer, const std::str
   return flags;
 }
 
+// What settings can get wrong about this model; the rest is judged where they are read.
+void CheckAttention(const LayerSettings& attention, const ModelConfig& config) {
+  if (!attention.layers.empty() && attention.layers.rbegin()->first >= config.num_layers) {
+    ThrowInvalid("the attention's settings name layer {}; the model has layers 0 to {}",
+                 attention.layers.rbegin()->first, config.num_layers - 1);
+  }
+  for (const auto& [layer, settings] : attention.layers) {
+    if (settings.punctuation != attention.base.punctuation) {
+      ThrowInvalid(
+          "the attention's settings give layer {} the punctuation {}, the whole {}; the set is one for all layers",
+          layer, Quoted(settings.punctuation), Quoted(attention.base.punctuation));
+    }
+  }
+}
+
 MemoryPlan MakePlan(const ModelSource& source, const EngineOptions& options, int32_t kv_dtype, int32_t num_threads) {
   const ModelConfig& config = source.config();
   const PageLayout layout(config, options.attention, kv_dtype);
@@ -99,8 +114,22 @@ Engine::Engine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const E
     ThrowInvalid("{}: the tokenizer has {} tokens, the model only {}; they do not belong together", source_->path(),
                  tokenizer_.vocab_size(), model.vocab_size);
   }
+  CheckAttention(options_.attention, model);
   plan_ = MakePlan(*source_, options_, kv_dtype_, threads_.num_threads());
   CheckFits(plan_);
+}
+
+void Engine::SetAttention(const LayerSettings& attention) {
+  CheckAttention(attention, config());
+  EngineOptions options = options_;
+  options.attention = attention;
+  options.context = plan_.context;  // as it was, whatever the new pages weigh
+  MemoryPlan plan = MakePlan(*source_, options, kv_dtype_, threads_.num_threads());
+  plan.available = plan_.available;  // before the weights were loaded
+  CheckFits(plan);
+  options_ = options;
+  plan_ = plan;
+  if (decoder_ != nullptr) MakeCache();
 }
 
 bool Engine::Load(const LoadProgress& progress) {
@@ -110,12 +139,17 @@ bool Engine::Load(const LoadProgress& progress) {
     return !stopped;
   });
   if (stopped) return false;
+  MakeCache();
+  return true;
+}
+
+void Engine::MakeCache() {
+  decoder_.reset();  // first give back, then take
   cache_ = std::make_unique<KvCache>(PageLayout(config(), options_.attention, kv_dtype_), PagesFor(plan_.context));
   decoder_ = std::make_unique<Decoder>(config(), weights_, options_.attention, kv_dtype_, options_.chunk, threads_);
   if (options_.attention.base.policy != Policy::kDense || !options_.attention.layers.empty()) {
     decoder_->SetPunctuation(PunctuationFlags(tokenizer_, options_.attention.base.punctuation, config().vocab_size));
   }
-  return true;
 }
 
 }  // namespace phsa

@@ -43,10 +43,14 @@ class Engine {
   // Reads and packs the weights. False where `progress` asked to stop. Before this, decoder() and cache() are not
   // there.
   bool Load(const LoadProgress& progress);
+  // Other settings for the attention. The weights stay; the cache is a new, empty one: sequences of the old one must
+  // be gone. Throws phsa::Error, and changes nothing, where the settings do not suit the model.
+  void SetAttention(const LayerSettings& attention);
   Decoder& decoder() { return *decoder_; }
   KvCache& cache() { return *cache_; }
 
  private:
+  void MakeCache();
   std::unique_ptr<ModelSource> source_;
   EngineOptions options_;
   int32_t kv_dtype_;

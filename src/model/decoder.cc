@@ -81,8 +81,9 @@ struct Decoder::Rows {
   std::vector<int64_t> cache_rows;  // where each row's keys lie, in elements of the cache
   std::vector<int32_t> q_lens, kv_lens, page_table;
   int64_t page_table_stride = 0;
-  std::vector<Plan> plans;  // one for each of the settings that the layers have
-  std::vector<const Settings*> plan_settings;
+  std::vector<Plan> plans;              // one for each of the settings that the layers have
+  std::vector<TokensRead> tokens_read;  // of a layer with that plan
+  std::vector<size_t> plan_of_layer;
   const KvCache* cache = nullptr;
 };
 
@@ -126,7 +127,7 @@ void Decoder::Append(std::span<const BatchItem> batch, Rows& rows) {
     rows.count += static_cast<int32_t>(item.tokens.size());
     const size_t pages =
         (static_cast<size_t>(item.sequence->length()) + item.tokens.size() + kPageTokens - 1) / kPageTokens;
-    pages_needed += pages - item.sequence->pages().size();
+    pages_needed += item.sequence->PagesToAppend(static_cast<int32_t>(item.tokens.size()));
     most_pages = std::max(most_pages, pages);
     for (const int32_t token : item.tokens) PHSA_CHECK(token >= 0 && token < config_.vocab_size);
   }
@@ -160,12 +161,13 @@ void Decoder::Append(std::span<const BatchItem> batch, Rows& rows) {
   }
 
   size_t workspace = 0;
+  std::vector<const Settings*> plan_settings;  // those that the layers have, each once
   for (int32_t layer = 0; layer < config_.num_layers; ++layer) {
     const Settings& settings = settings_.ForLayer(layer);
-    if (std::any_of(rows.plan_settings.begin(), rows.plan_settings.end(),
-                    [&](const Settings* known) { return *known == settings; })) {
-      continue;
-    }
+    const auto known = std::find_if(plan_settings.begin(), plan_settings.end(),
+                                    [&](const Settings* other) { return *other == settings; });
+    rows.plan_of_layer.push_back(static_cast<size_t>(known - plan_settings.begin()));
+    if (known != plan_settings.end()) continue;
     PlanDesc desc;
     desc.settings = settings;
     desc.dtype = kv_dtype_;
@@ -178,7 +180,9 @@ void Decoder::Append(std::span<const BatchItem> batch, Rows& rows) {
     desc.page_size = kPageTokens;
     desc.max_threads = threads_.num_threads();
     rows.plans.emplace_back(desc);
-    rows.plan_settings.push_back(&settings);
+    plan_settings.push_back(&settings);
+    TokensRead& read = rows.tokens_read.emplace_back();
+    rows.plans.back().TokensRead(nullptr, &read.read, &read.dense);
     workspace = std::max(workspace, rows.plans.back().WorkspaceSize());
   }
   if (attention_workspace_.size() < workspace) {
@@ -265,21 +269,7 @@ void Decoder::Layer(int32_t index, const Rows& rows) {
   }
   times_.other += SecondsSince(clock);
 
-  const Settings& settings = settings_.ForLayer(index);
-  const auto plan = std::find_if(rows.plan_settings.begin(), rows.plan_settings.end(),
-                                 [&](const Settings* known) { return *known == settings; });
-  auto forward = Init<ForwardParams>();
-  forward.q = attention_queries_.data();
-  forward.q_token_stride = q_width;
-  forward.q_head_stride = config_.head_dim;
-  forward.kv = kv;
-  forward.out = attention_out_.data();
-  forward.out_token_stride = q_width;
-  forward.out_head_stride = config_.head_dim;
-  forward.workspace = attention_workspace_.data();
-  forward.workspace_size = attention_workspace_.size();
-  forward.executor = executor;
-  rows.plans[static_cast<size_t>(plan - rows.plan_settings.begin())].Forward(forward);
+  Attend(index, rows, kv);
   times_.attention += SecondsSince(clock);
 
   // The queries are read; their buffer takes the attention's output as f32.
@@ -309,6 +299,40 @@ void Decoder::Layer(int32_t index, const Rows& rows) {
   AddRmsNorm(residual_.floats(), hidden, projected_.floats(), hidden, m, hidden, next.data(), config_.rms_eps,
              normed_.floats(), hidden, executor);
   times_.other += SecondsSince(clock);
+}
+
+void Decoder::Attend(int32_t index, const Rows& rows, const KeyValues& kv) {
+  const int32_t q_width = config_.num_q_heads * config_.head_dim;
+  const size_t planned = rows.plan_of_layer[static_cast<size_t>(index)];
+  const Plan& plan = rows.plans[planned];
+  auto forward = Init<ForwardParams>();
+  forward.q = attention_queries_.data();
+  forward.q_token_stride = q_width;
+  forward.q_head_stride = config_.head_dim;
+  forward.kv = kv;
+  forward.out = attention_out_.data();
+  forward.out_token_stride = q_width;
+  forward.out_head_stride = config_.head_dim;
+  forward.workspace = attention_workspace_.data();
+  forward.workspace_size = attention_workspace_.size();
+  forward.executor = threads_.executor();
+  if (observer_) {
+    const auto count = static_cast<size_t>(rows.count);
+    const size_t slots =
+        count * static_cast<size_t>(plan.SelectionHeads()) * static_cast<size_t>(plan.SelectionSlots());
+    observed_lse_.resize(count * static_cast<size_t>(config_.num_q_heads));
+    forward.lse = observed_lse_.data();
+    if (slots > 0) {
+      observed_selection_.resize(slots);
+      observed_scores_.resize(slots);
+      forward.selection = observed_selection_.data();
+      forward.selection_scores = observed_scores_.data();
+    }
+  }
+  plan.Forward(forward);
+  tokens_read_.read += rows.tokens_read[planned].read;
+  tokens_read_.dense += rows.tokens_read[planned].dense;
+  if (observer_) observer_({index, plan, settings_.ForLayer(index), forward, rows.q_lens, rows.kv_lens});
 }
 
 void Decoder::EmitLogits(std::span<const BatchItem> batch, const Rows& rows, const LogitsSink& sink) {

@@ -44,6 +44,24 @@ struct BatchItem {
   enum class Logits : uint8_t { kNone, kLast, kAll } logits = Logits::kLast;
 };
 
+// Tokens that queries read, summed over steps, layers and query heads, and what dense attention would have read.
+struct TokensRead {
+  int64_t read = 0, dense = 0;
+  double share() const { return dense > 0 ? static_cast<double>(read) / static_cast<double>(dense) : 1; }
+};
+
+// What the attention of one layer did in a step, for those who look at it. `params` are what it was called with: q and
+// kv as it read them; out, lse, selection and selection_scores as it wrote them (selection is null where nothing is
+// chosen). Valid during the call.
+struct LayerAttention {
+  int32_t layer;
+  const Plan& plan;
+  const Settings& settings;
+  const ForwardParams& params;
+  std::span<const int32_t> q_lens, kv_lens;  // of the batch's sequences
+};
+using AttentionObserver = std::function<void(const LayerAttention&)>;
+
 // Logits of row `row` of item `item`, [vocab], valid during the call.
 using LogitsSink = std::function<void(int32_t item, int32_t row, const float* logits)>;
 
@@ -55,11 +73,14 @@ class Decoder {
 
   // `flags`: whether each token of the vocabulary is punctuation; empty: none is.
   void SetPunctuation(std::vector<uint8_t> flags) { punctuation_ = std::move(flags); }
+  // Called after each layer's attention; empty: nobody looks.
+  void Observe(AttentionObserver observer) { observer_ = std::move(observer); }
   // Throws phsa::Error where a sequence does not fit into its cache; then no sequence has changed.
   void Step(std::span<const BatchItem> batch, const LogitsSink& sink);
 
   int32_t max_rows() const { return max_rows_; }
   const StepTimes& times() const { return times_; }
+  const TokensRead& tokens_read() const { return tokens_read_; }
   // Bytes of all buffers that a decoder with these sizes holds, without making one.
   static uint64_t WorkspaceBytes(const ModelConfig& config, int32_t kv_dtype, int32_t max_rows, int32_t num_threads);
 
@@ -68,6 +89,7 @@ class Decoder {
   void Append(std::span<const BatchItem> batch, Rows& rows);
   void Embed(const Rows& rows);
   void Layer(int32_t index, const Rows& rows);
+  void Attend(int32_t index, const Rows& rows, const KeyValues& kv);
   void EmitLogits(std::span<const BatchItem> batch, const Rows& rows, const LogitsSink& sink);
   void Project(const float* x, int64_t x_stride, int32_t m, ActivationType activations, ActivationType activations_int8,
                std::span<const LinearOutput> outputs);
@@ -83,7 +105,11 @@ class Decoder {
   Buffer residual_, normed_, queries_, keys_, values_, gate_, up_, projected_, cos_sin_, logits_;
   Buffer attention_queries_, attention_out_;  // [max_rows][q heads · head_dim] in the cache's dtype
   Buffer linear_workspace_, attention_workspace_;
+  AttentionObserver observer_;
+  std::vector<float> observed_lse_, observed_scores_;
+  std::vector<int32_t> observed_selection_;
   StepTimes times_;
+  TokensRead tokens_read_;
 };
 
 }  // namespace phsa

@@ -12,6 +12,8 @@
 namespace phsa {
 namespace {
 
+size_t PagesFor(size_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
+
 size_t Align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 }  // namespace
@@ -71,6 +73,7 @@ KvCache::KvCache(PageLayout layout, int32_t num_pages) : layout_(std::move(layou
   madvise(memory, memory_bytes_, MADV_HUGEPAGE);  // only a wish
   memory_ = static_cast<uint8_t*>(memory);
   free_.resize(static_cast<size_t>(num_pages));
+  owners_.resize(static_cast<size_t>(num_pages));
   for (int32_t i = 0; i < num_pages; ++i) free_[static_cast<size_t>(i)] = num_pages - 1 - i;
 }
 
@@ -83,10 +86,13 @@ int32_t KvCache::TakePage() {
   }
   const int32_t page = free_.back();
   free_.pop_back();
+  owners_[static_cast<size_t>(page)] = 1;
   return page;
 }
 
-void KvCache::ReturnPage(int32_t page) { free_.push_back(page); }
+void KvCache::ReturnPage(int32_t page) {
+  if (--owners_[static_cast<size_t>(page)] == 0) free_.push_back(page);
+}
 
 int64_t KvCache::page_elements() const { return static_cast<int64_t>(layout_.page_bytes / DtypeSize(layout_.dtype)); }
 
@@ -111,13 +117,50 @@ KeyValues KvCache::View(int32_t layer, const int32_t* page_table, int64_t page_t
   return kv;
 }
 
+Sequence::Sequence(Sequence&& other) noexcept
+    : cache_(other.cache_), tokens_(std::move(other.tokens_)), pages_(std::move(other.pages_)) {
+  other.tokens_.clear();
+  other.pages_.clear();
+}
+
+Sequence& Sequence::operator=(Sequence&& other) noexcept {
+  std::swap(cache_, other.cache_);
+  tokens_.swap(other.tokens_);
+  pages_.swap(other.pages_);
+  return *this;
+}
+
+Sequence Sequence::Fork() const {
+  Sequence fork(*cache_);
+  fork.tokens_ = tokens_;
+  fork.pages_ = pages_;
+  for (const int32_t page : pages_) cache_->SharePage(page);
+  return fork;
+}
+
+size_t Sequence::PagesToAppend(int32_t count) const {
+  const size_t pages = PagesFor(tokens_.size() + static_cast<size_t>(count)) - pages_.size();
+  return pages + (WritesIntoSharedPage() && count > 0 ? 1 : 0);
+}
+
+bool Sequence::WritesIntoSharedPage() const {
+  return tokens_.size() % kPageTokens != 0 && cache_->IsShared(pages_.back());
+}
+
 void Sequence::Append(std::span<const int32_t> tokens, std::span<const uint8_t> flags) {
   PHSA_CHECK(flags.empty() || flags.size() == tokens.size());
-  const size_t needed = (tokens_.size() + tokens.size() + kPageTokens - 1) / kPageTokens;
-  if (needed - pages_.size() > static_cast<size_t>(cache_->free_pages())) {
+  if (tokens.empty()) return;
+  if (PagesToAppend(static_cast<int32_t>(tokens.size())) > static_cast<size_t>(cache_->free_pages())) {
     ThrowInvalid("{} more tokens do not fit into the KV cache, which has room for {}; a larger context (-c) has more",
                  tokens.size(), cache_->free_tokens());
   }
+  if (WritesIntoSharedPage()) {
+    const int32_t own = cache_->TakePage();
+    std::ranges::copy(cache_->PageBytes(pages_.back()), cache_->PageBytes(own).begin());
+    cache_->ReturnPage(pages_.back());
+    pages_.back() = own;
+  }
+  const size_t needed = PagesFor(tokens_.size() + tokens.size());
   while (pages_.size() < needed) pages_.push_back(cache_->TakePage());
   for (size_t i = 0; i < tokens.size(); ++i) {
     const size_t at = tokens_.size() + i;
@@ -129,8 +172,7 @@ void Sequence::Append(std::span<const int32_t> tokens, std::span<const uint8_t> 
 void Sequence::Truncate(int32_t length) {
   PHSA_CHECK(length >= 0 && length <= this->length());
   tokens_.resize(static_cast<size_t>(length));
-  const size_t needed = (tokens_.size() + kPageTokens - 1) / kPageTokens;
-  while (pages_.size() > needed) {
+  while (pages_.size() > PagesFor(tokens_.size())) {
     cache_->ReturnPage(pages_.back());
     pages_.pop_back();
   }

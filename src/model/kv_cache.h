@@ -1,5 +1,5 @@
 // The KV cache: pages that hold keys, values, punctuation flags and representatives of their tokens for all layers, so
-// that whatever is done with tokens (append, truncate, later share and save) is done with pages.
+// that whatever is done with tokens (append, truncate, share, save) is done with pages.
 #ifndef PHSA_MODEL_KV_CACHE_H_
 #define PHSA_MODEL_KV_CACHE_H_
 
@@ -50,8 +50,14 @@ class KvCache {
   int32_t free_pages() const { return static_cast<int32_t>(free_.size()); }
   int64_t free_tokens() const { return int64_t{free_pages()} * kPageTokens; }
 
-  int32_t TakePage();  // throws phsa::Error where none is left
-  void ReturnPage(int32_t page);
+  // A page has as many owners as sequences that hold it. One with several is only read.
+  int32_t TakePage();  // one owner; throws phsa::Error where none is left
+  void SharePage(int32_t page) { ++owners_[static_cast<size_t>(page)]; }
+  void ReturnPage(int32_t page);  // one owner less; the last one frees it
+  bool IsShared(int32_t page) const { return owners_[static_cast<size_t>(page)] > 1; }
+  std::span<uint8_t> PageBytes(int32_t page) const {
+    return {memory_ + static_cast<size_t>(page) * layout_.page_bytes, layout_.page_bytes};
+  }
 
   // What the attention of a layer reads; the page tables are the caller's.
   KeyValues View(int32_t layer, const int32_t* page_table, int64_t page_table_stride) const;
@@ -60,7 +66,7 @@ class KvCache {
     return page * page_elements() + int64_t{offset} * layout_.head_dim;
   }
   int64_t head_stride() const { return int64_t{kPageTokens} * layout_.head_dim; }
-  uint8_t* Flags(int32_t page) const { return memory_ + static_cast<size_t>(page) * layout_.page_bytes; }
+  uint8_t* Flags(int32_t page) const { return PageBytes(page).data(); }
 
  private:
   int64_t page_elements() const;
@@ -68,7 +74,7 @@ class KvCache {
   int32_t num_pages_;
   uint8_t* memory_ = nullptr;
   size_t memory_bytes_ = 0;
-  std::vector<int32_t> free_;
+  std::vector<int32_t> free_, owners_;
 };
 
 // The tokens of one text, and their pages.
@@ -76,19 +82,25 @@ class Sequence {
  public:
   explicit Sequence(KvCache& cache) : cache_(&cache) {}
   ~Sequence() { Truncate(0); }
-  Sequence(const Sequence&) = delete;
-  Sequence& operator=(const Sequence&) = delete;
+  Sequence(Sequence&& other) noexcept;
+  Sequence& operator=(Sequence&& other) noexcept;
+  // The same text again, to go on from in another way. Pages are shared; a sequence that writes into a shared one
+  // copies it first.
+  Sequence Fork() const;
 
   int32_t length() const { return static_cast<int32_t>(tokens_.size()); }
   const std::vector<int32_t>& tokens() const { return tokens_; }
   const std::vector<int32_t>& pages() const { return pages_; }
   KvCache& cache() const { return *cache_; }
 
+  // Pages that appending `count` tokens takes from the cache, a copy of a shared last one included.
+  size_t PagesToAppend(int32_t count) const;
   // Makes room for these tokens and notes them and their flags; the model writes keys and values.
   void Append(std::span<const int32_t> tokens, std::span<const uint8_t> flags);
   void Truncate(int32_t length);
 
  private:
+  bool WritesIntoSharedPage() const;
   KvCache* cache_;
   std::vector<int32_t> tokens_, pages_;
 };

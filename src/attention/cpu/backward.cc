@@ -190,7 +190,7 @@ class HeadGradients {
   const Kernels& kernels_;
   const BackwardParams& params_;
   const KeyValues& kv_;
-  const Sequence& seq_;
+  const PlanSequence& seq_;
   const int32_t seq_index_, kv_head_;
   const BackwardScratch& s_;
   float *d_keys_, *d_values_;

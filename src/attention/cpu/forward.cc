@@ -244,7 +244,7 @@ class TileAttention {
   const Tile& tile_;
   const TileScratch& s_;
   const PackedHead& packed_;
-  const Sequence& seq_;
+  const PlanSequence& seq_;
   const int32_t rows_;
   const float factor_;
   const int64_t panel_size_;
@@ -253,7 +253,7 @@ class TileAttention {
 // The lists of the tile from the caller's selection.
 void ReadLists(const Call& call, const Tile& tile, const TileScratch& scratch) {
   const PlanImpl& plan = call.plan;
-  const Sequence& seq = plan.seqs[tile.seq];
+  const PlanSequence& seq = plan.seqs[tile.seq];
   for (int32_t query = tile.begin; query < tile.end; ++query) {
     for (int32_t unit = 0; unit < call.shape.units; ++unit) {
       const int64_t list = int64_t{query - tile.begin} * call.shape.units + unit;
@@ -342,7 +342,7 @@ void RunStages(const PlanImpl& plan, const ForwardParams& params, bool represent
   const int32_t num_seqs = static_cast<int32_t>(plan.seqs.size());
   int64_t others = 0;
   for (int32_t s = 0; s < num_seqs; ++s) {
-    const Sequence& seq = plan.seqs[s];
+    const PlanSequence& seq = plan.seqs[s];
     const int32_t num_tiles = NumTiles(seq, shape);
     if (!attend || !PacksHeads(seq)) {
       others += int64_t{num_tiles} * plan.num_kv_heads;

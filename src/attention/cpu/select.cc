@@ -133,7 +133,7 @@ void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratc
   const PlanImpl& plan = call.plan;
   const ForwardParams& params = call.params;
   const TileShape& shape = call.shape;
-  const Sequence& seq = plan.seqs[tile.seq];
+  const PlanSequence& seq = plan.seqs[tile.seq];
   const int32_t b = begin / plan.block;
   const int32_t first = plan.init_blocks, last = plan.CandidateEnd(b);
   const int32_t count = plan.BelowDense(b) ? 0 : std::min(last - first, plan.top_k);
@@ -220,16 +220,16 @@ void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratc
 void RepresentRows(const PlanImpl& plan, const Kernels& kernels, const KeyValues& kv, const RepView& reps,
                    const Executor& executor) {
   constexpr int32_t kRowsPerTask = 64;
-  const auto range = [&](const Sequence& seq) {
+  const auto range = [&](const PlanSequence& seq) {
     const int32_t first = reps.packed() ? 0 : plan.NumRepRows(seq.first_position());
     return std::pair(first, plan.NumRepRows(seq.kv_len));
   };
-  const auto tasks_of = [&](const Sequence& seq) {
+  const auto tasks_of = [&](const PlanSequence& seq) {
     const auto [first, last] = range(seq);
     return int64_t{(last - first + kRowsPerTask - 1) / kRowsPerTask} * plan.num_kv_heads;
   };
   int64_t tasks = 0;
-  for (const Sequence& seq : plan.seqs) tasks += tasks_of(seq);
+  for (const PlanSequence& seq : plan.seqs) tasks += tasks_of(seq);
   ParallelFor(executor, tasks, [&](int64_t task, int32_t /*worker*/) {
     int32_t s = 0;
     for (; task >= tasks_of(plan.seqs[s]); ++s) task -= tasks_of(plan.seqs[s]);

@@ -42,7 +42,7 @@ struct Tile {
 
 // Tile `index` of a sequence and head, the longest first.
 inline Tile TileOf(const PlanImpl& plan, const TileShape& shape, int32_t s, int32_t kv_head, int32_t index) {
-  const Sequence& seq = plan.seqs[s];
+  const PlanSequence& seq = plan.seqs[s];
   const int32_t t = seq.first_position() / shape.queries + NumTiles(seq, shape) - 1 - index;
   return {s, kv_head, std::max(seq.first_position(), t * shape.queries), std::min(seq.kv_len, (t + 1) * shape.queries)};
 }

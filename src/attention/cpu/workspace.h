@@ -32,7 +32,7 @@ struct TileShape {
     const int32_t wanted = (kTileRows + plan.group - 1) / plan.group;
     queries = (wanted + 15) / 16 * 16;
     int32_t longest = 1;
-    for (const Sequence& seq : plan.seqs) longest = std::max(longest, seq.q_len);
+    for (const PlanSequence& seq : plan.seqs) longest = std::max(longest, seq.q_len);
     rows = std::min(queries, longest) * plan.group;
     score_queries = std::clamp(kScoreRows / plan.group, 1, 16);
     score_rows = std::min(score_queries, longest) * plan.group;
@@ -55,17 +55,17 @@ struct TileShape {
   int32_t score_stride;  // floats between two rows of scores
 };
 
-inline int32_t NumTiles(const Sequence& seq, const TileShape& shape) {
+inline int32_t NumTiles(const PlanSequence& seq, const TileShape& shape) {
   if (seq.q_len == 0) return 0;
   return (seq.kv_len - 1) / shape.queries - seq.first_position() / shape.queries + 1;
 }
 
 // Whether all keys and values of a head are packed once, for all tiles. Worth it where many tiles read most of them:
 // 8 % of dense and 14 % of sparse prefill at 8k went into packing tile by tile.
-inline bool PacksHeads(const Sequence& seq) { return seq.q_len >= 1024 && seq.q_len >= seq.kv_len / 4; }
+inline bool PacksHeads(const PlanSequence& seq) { return seq.q_len >= 1024 && seq.q_len >= seq.kv_len / 4; }
 
 // As few heads at a time as keep all threads busy: their packed keys and values are the largest part of the workspace.
-inline int32_t HeadsAtOnce(const PlanImpl& plan, const TileShape& shape, const Sequence& seq) {
+inline int32_t HeadsAtOnce(const PlanImpl& plan, const TileShape& shape, const PlanSequence& seq) {
   const int32_t tiles = std::max(1, NumTiles(seq, shape));
   return std::clamp((4 * plan.max_threads + tiles - 1) / tiles, 1, plan.num_kv_heads);
 }
@@ -87,10 +87,10 @@ class Carver {
   size_t size_ = 0;
 };
 
-inline bool PacksReps(const PlanImpl& plan, const Sequence& seq) {
+inline bool PacksReps(const PlanImpl& plan, const PlanSequence& seq) {
   return plan.top_k > 0 && int64_t{seq.q_len} * plan.group >= kPackRows;
 }
-inline int32_t PaddedReps(const PlanImpl& plan, const Sequence& seq) {
+inline int32_t PaddedReps(const PlanImpl& plan, const PlanSequence& seq) {
   return (plan.NumRepRows(seq.kv_len) + 15) / 16 * 16;
 }
 
@@ -166,7 +166,7 @@ struct TileScratch {
 struct SharedScratch {
   SharedScratch(const PlanImpl& plan, const TileShape& shape, Carver& carver) {
     int64_t heads = 0;
-    for (const Sequence& seq : plan.seqs) {
+    for (const PlanSequence& seq : plan.seqs) {
       if (!PacksHeads(seq)) continue;
       heads = std::max<int64_t>(heads, HeadsAtOnce(plan, shape, seq));
       packed_head_size = std::max(packed_head_size, int64_t{seq.kv_len + 15} / 16 * 16 * plan.head_dim);
@@ -176,7 +176,7 @@ struct SharedScratch {
     if (plan.top_k == 0) return;
     reps = carver.Take<uint32_t>(plan.num_reps * plan.num_kv_heads * plan.rep_width);
     int64_t rows = 0;
-    for (const Sequence& seq : plan.seqs) rows += PacksReps(plan, seq) ? PaddedReps(plan, seq) : 0;
+    for (const PlanSequence& seq : plan.seqs) rows += PacksReps(plan, seq) ? PaddedReps(plan, seq) : 0;
     panels = carver.Take<uint32_t>(rows * plan.num_kv_heads * plan.rep_width);
     panel_starts = carver.Take<int64_t>(static_cast<int64_t>(plan.seqs.size()));
   }

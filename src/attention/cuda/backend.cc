@@ -58,7 +58,7 @@ std::vector<char> FillTables(const PlanImpl& plan) {
   auto* cu_q = At<int32_t>(bytes.data(), tables.cu_q);
   auto* kv_lens = At<int32_t>(bytes.data(), tables.kv_lens);
   for (size_t s = 0; s < tables.seqs; ++s) {
-    const Sequence& seq = plan.seqs[s];
+    const PlanSequence& seq = plan.seqs[s];
     kv_starts[s] = seq.kv_start;
     rep_starts[s] = seq.rep_start;
     packed_rep_starts[s] = seq.packed_rep_start;
@@ -72,7 +72,7 @@ std::vector<char> FillTables(const PlanImpl& plan) {
 
 int32_t MaxQueries(const PlanImpl& plan) {
   int32_t most = 0;
-  for (const Sequence& seq : plan.seqs) most = std::max(most, seq.q_len);
+  for (const PlanSequence& seq : plan.seqs) most = std::max(most, seq.q_len);
   return most;
 }
 
@@ -121,7 +121,7 @@ size_t RepBytes(const PlanImpl& plan) {
 
 // One query per sequence, and lists for groups: what the decode kernels take.
 bool IsDecode(const PlanImpl& plan) {
-  const auto one = [](const Sequence& seq) { return seq.q_len == 1; };
+  const auto one = [](const PlanSequence& seq) { return seq.q_len == 1; };
   return plan.settings.group_reduce != GroupReduce::kNone && std::all_of(plan.seqs.begin(), plan.seqs.end(), one);
 }
 
@@ -333,7 +333,7 @@ void Backward(const PlanImpl& plan, const phsa::BackwardParams& params) {
   if (plan.settings.group_reduce == GroupReduce::kNone && plan.top_k > 0) {
     Throw(PHSA_UNSUPPORTED, "backward: group_reduce is none; the CUDA kernels take sum and max");
   }
-  for (const Sequence& seq : plan.seqs) {
+  for (const PlanSequence& seq : plan.seqs) {
     if (seq.kv_start != seq.q_start) Throw(PHSA_UNSUPPORTED, "backward: the CUDA kernels take packed keys");
   }
   const cudaStream_t stream = Stream(params.stream);
