@@ -1,0 +1,303 @@
+// `phsa niah`: how well a model finds needles in long texts, with several ways to attend.
+#include <algorithm>
+#include <charconv>
+#include <optional>
+
+#include "base/errors.h"
+#include "cli/commands.h"
+#include "cli/options.h"
+#include "cli/terminal.h"
+#include "eval/niah_heatmap.h"
+#include "eval/niah_report.h"
+#include "eval/niah_run.h"
+#include "model/kv_file.h"
+
+namespace phsa::cli {
+namespace {
+
+struct NiahFlags {
+  ModelFlags model;
+  AttentionFlags attention;
+  std::vector<float> lambdas;
+  std::vector<std::string> tasks = {"single_2"}, lengths = {"4k"}, merge;
+  std::vector<double> depths;
+  std::string haystack, language = "en", haystack_start = "random", shard = "1/1", out, heatmap, chat_template;
+  int32_t samples = 100;
+  std::optional<int32_t> show_sample;
+  uint64_t seed = 1;
+  bool strict = false, chat = false, repeat = false, json = false;
+};
+
+// "4096", "4k".
+int32_t Length(const std::string& text) {
+  const bool kilo = text.ends_with('k') || text.ends_with('K');
+  const char* const end = text.data() + text.size() - (kilo ? 1 : 0);
+  int32_t value = 0;
+  const auto [rest, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc{} || rest != end || value < 1 || value > INT32_MAX / 1024) {
+    ThrowInvalid("niah: --lengths has {}; it takes numbers of tokens such as 4k,8192", Quoted(text));
+  }
+  return kilo ? value * 1024 : value;
+}
+
+std::vector<NiahTask> Tasks(const NiahFlags& flags) {
+  std::vector<NiahTask> tasks;
+  for (const std::string& name : flags.tasks) {
+    if (name == "all") {
+      for (int i = 0; i < kNumNiahTasks; ++i) tasks.push_back(static_cast<NiahTask>(i));
+    } else {
+      tasks.push_back(NiahTaskFromName(name));
+    }
+  }
+  std::sort(tasks.begin(), tasks.end());
+  tasks.erase(std::unique(tasks.begin(), tasks.end()), tasks.end());
+  for (const NiahTask task : tasks) {
+    if (flags.strict && Shape(task).references() > 1) {
+      ThrowInvalid("niah: --strict needs a task with one answer, and {} has {}; leave --strict out for it", Name(task),
+                   Shape(task).references());
+    }
+  }
+  return tasks;
+}
+
+// "2/4": the second of four.
+void ReadShard(const std::string& text, NiahPlan& plan) {
+  const char* const end = text.data() + text.size();
+  const auto first = std::from_chars(text.data(), end, plan.shard);
+  bool good = first.ec == std::errc{} && first.ptr != end && *first.ptr == '/';
+  if (good) {
+    const auto second = std::from_chars(first.ptr + 1, end, plan.shards);
+    good = second.ec == std::errc{} && second.ptr == end && plan.shard >= 1 && plan.shard <= plan.shards;
+  }
+  if (!good) ThrowInvalid("niah: --shard is {}; it takes i/n with i from 1 to n, such as 2/4", Quoted(text));
+  if (plan.shards > plan.samples) {
+    ThrowInvalid("niah: --shard is {}, and --samples only {}: some parts would have none", Quoted(text), plan.samples);
+  }
+  --plan.shard;
+}
+
+// Policies, lambdas and K for one length: each length has its own preset, whatever else the run measures.
+std::vector<LayerSettings> Attentions(const NiahFlags& flags, const ModelConfig& config, int32_t length) {
+  std::vector<LayerSettings> all;
+  const auto add = [&](AttentionFlags one) {
+    for (const LayerSettings& settings : AttentionSettings(one, config, length)) {
+      LayerSettings canonical = Canonical(settings);
+      if (std::find(all.begin(), all.end(), canonical) == all.end()) all.push_back(std::move(canonical));
+    }
+  };
+  bool uses_lambda = false, uses_top_k = false;
+  for (const std::string& policy : flags.attention.policies) {
+    AttentionFlags one = flags.attention;
+    one.policies = {policy};
+    const Policy resolved = AttentionSettings(one, config, length).front().base.policy;
+    uses_top_k = uses_top_k || (resolved != Policy::kDense && resolved != Policy::kStreaming);
+    // A list sweeps PHSA alone: λ = 1 is what the other methods are.
+    if (resolved != Policy::kPhsa || flags.lambdas.empty()) {
+      add(one);
+      continue;
+    }
+    uses_lambda = true;
+    for (const float lambda : flags.lambdas) {
+      one.lambda = lambda;
+      add(one);
+    }
+  }
+  if (!flags.lambdas.empty() && !uses_lambda) {
+    ThrowInvalid("niah: --lambda is for phsa, and --attention has none; add phsa or leave --lambda out");
+  }
+  if (flags.attention.top_k.size() > 1 && !uses_top_k) {
+    ThrowInvalid("niah: -K has {} values, and no policy of --attention chooses blocks; leave -K out, or add phsa",
+                 flags.attention.top_k.size());
+  }
+  return all;
+}
+
+NiahHeader Header(const NiahFlags& flags, const Engine& engine, const Haystack* haystack,
+                  const NiahPromptOptions& options) {
+  const ModelConfig& config = engine.config();
+  return {{"model", config.name},
+          {"fingerprint", ModelFingerprint(engine.source())},
+          {"layers", config.num_layers},
+          {"weights", engine.plan().weight_types},
+          {"kv_type", engine.plan().kv_type},
+          {"scoring", flags.strict ? "strict" : "references"},
+          {"seed", flags.seed},
+          {"language", flags.language},
+          {"chat", options.chat ? NiahHeader(options.chat->name()) : NiahHeader(false)},
+          {"haystack", haystack != nullptr ? haystack->sha256() : "none"},
+          {"haystack_start", flags.haystack_start},
+          {"repeat_haystack", options.repeat},
+          {"depths", flags.depths}};
+}
+
+void Print(const NiahFlags& flags, std::span<const NiahRecord* const> records, const NiahHeader& header) {
+  const std::vector<NiahRow> rows = NiahRows(records, header["layers"].get<int32_t>());
+  if (!flags.heatmap.empty()) WriteNiahHeatMap(rows, header["model"].get<std::string>(), flags.heatmap);
+  WriteOut(flags.json ? NiahJsonLines(rows) : NiahTables(rows, header["scoring"] == "strict"));
+}
+
+void Merge(const NiahFlags& flags) {
+  NiahRecords records;
+  std::optional<NiahHeader> header;
+  for (const std::string& path : flags.merge) {
+    NiahFile file = ReadNiahFile(path);
+    if (file.whole_bytes == 0) ThrowInvalid("{}: there are no samples in it", path);
+    if (header) CheckSameHeader(*header, flags.merge.front(), file.header, path);
+    header = file.header;
+    for (NiahRecord& record : file.records) records.Add(std::move(record), path);
+  }
+  if (records.all().empty()) ThrowInvalid("niah: there are no samples in {}", flags.merge.front());
+  std::vector<const NiahRecord*> all;
+  for (const NiahRecord& record : records.all()) all.push_back(&record);
+  Print(flags, all, *header);
+}
+
+// The file may hold more than this command asked for.
+std::vector<const NiahRecord*> Asked(const NiahPlan& plan, const NiahRecords& records) {
+  std::vector<const NiahRecord*> asked;
+  for (const NiahRecord& record : records.all()) {
+    const bool configured = std::any_of(
+        plan.configurations.begin(), plan.configurations.end(),
+        [&](const NiahConfiguration& one) { return one.length == record.length && one.attention == record.attention; });
+    if (configured && record.sample < plan.samples && record.sample % plan.shards == plan.shard &&
+        std::find(plan.tasks.begin(), plan.tasks.end(), record.task) != plan.tasks.end()) {
+      asked.push_back(&record);
+    }
+  }
+  return asked;
+}
+
+bool NeedsEssay(const std::vector<NiahTask>& tasks) {
+  return std::any_of(tasks.begin(), tasks.end(),
+                     [](NiahTask task) { return Shape(task).hay == NiahTaskShape::Hay::kEssay; });
+}
+
+// Read where no task needs it too, so that all tasks of a command can go into one file.
+std::optional<Haystack> OpenHaystack(const NiahFlags& flags, bool essay, NiahPromptOptions& options) {
+  if (!flags.haystack.empty()) return Haystack(ReadText(flags.haystack), flags.haystack);
+  if (options.language == NiahLanguage::kEnglish) {
+    options.repeat = true;
+    return Haystack::BuiltIn();
+  }
+  if (essay) ThrowInvalid("niah: the built-in haystack is English; give a Chinese text with --haystack FILE");
+  return std::nullopt;
+}
+
+void Run(const NiahFlags& flags) {
+  NiahPlan plan;
+  plan.tasks = Tasks(flags);
+  plan.samples = flags.samples;
+  plan.strict = flags.strict;
+  ReadShard(flags.shard, plan);
+  NiahPromptOptions options;
+  options.language = NiahLanguageFromName(flags.language);
+  options.seed = flags.seed;
+  options.depths = flags.depths;
+  options.random_start = flags.haystack_start == "random";
+  options.repeat = flags.repeat;
+  std::vector<int32_t> lengths;
+  for (const std::string& text : flags.lengths) lengths.push_back(Length(text));
+  std::sort(lengths.begin(), lengths.end());
+  lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
+
+  const bool essay = NeedsEssay(plan.tasks);
+  const std::optional<Haystack> haystack = OpenHaystack(flags, essay, options);
+
+  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model);
+  const int32_t context = lengths.back();
+  if (context > source->config().context) {
+    ThrowInvalid("niah: --lengths has {}; the model's context is {} tokens: give at most that", context,
+                 source->config().context);
+  }
+  for (const int32_t length : lengths) {
+    for (LayerSettings& attention : Attentions(flags, source->config(), length)) {
+      plan.configurations.push_back({length, std::move(attention)});
+    }
+  }
+  if (flags.chat) options.chat = ChooseChatTemplate(flags.chat_template, source->chat_template());
+  ModelFlags model = flags.model;
+  model.context = std::max(model.context, context);
+  Tokenizer tokenizer = LoadTokenizer(*source);
+  const std::unique_ptr<Engine> engine =
+      OpenEngine(std::move(source), std::move(tokenizer), model, plan.configurations.front().attention);
+  const NiahPrompts prompts(engine->tokenizer(), essay ? &*haystack : nullptr, options);
+  for (const NiahTask task : plan.tasks) {
+    for (const int32_t length : lengths) prompts.Check(task, length);
+  }
+  if (flags.show_sample) {
+    WriteOut(prompts.Build(plan.tasks.front(), lengths.front(), *flags.show_sample).text + "\n");
+    return;
+  }
+  NiahRecords records;
+  const NiahHeader header = Header(flags, *engine, haystack ? &*haystack : nullptr, options);
+  std::optional<NiahWriter> writer;
+  if (!flags.out.empty()) writer.emplace(flags.out, header, records);
+  for (const NiahConfiguration& one : plan.configurations) engine->SetAttention(one.attention);  // do all fit?
+  LoadEngine(*engine);
+
+  ProgressBar bar("needles");
+  NiahCallbacks callbacks;
+  callbacks.progress = [&](const NiahProgress& progress) {
+    bar.Update(progress.share, fmt::format("{} of {} answers", progress.done, progress.missing));
+  };
+  callbacks.record = [&](const NiahRecord& record) {
+    if (writer) writer->Append(record);
+  };
+  callbacks.stop = WasInterrupted;
+  const bool done = RunNiah(*engine, prompts, plan, records, callbacks);
+  bar.Clear();
+  if (!done) {
+    if (writer) fmt::print(stderr, "what is done is in {}; the same command goes on from there\n", flags.out);
+    throw Interrupted{};
+  }
+  Print(flags, Asked(plan, records), header);
+}
+
+}  // namespace
+
+void AddNiahCommand(CLI::App& app) {
+  CLI::App* const command = app.add_subcommand("niah", "finding needles in long texts: RULER's tasks");
+  auto flags = std::make_shared<NiahFlags>();
+  AddModelFlags(*command, flags->model);
+  command->get_option("--model")->required(false);  // --merge needs none
+  command->add_option("--task", flags->tasks, "single_1 to 3, multikey_1 to 3, multivalue, multiquery, or all")
+      ->delimiter(',');
+  command->add_option("--lengths", flags->lengths, "tokens of a sample, prompt and answer: 4k,8k")->delimiter(',');
+  command->add_option("--samples", flags->samples, "samples of each task and length")->check(CLI::Range(1, 1000000));
+  command->add_option("--seed", flags->seed, "other seeds, other samples");
+  command->add_option("--depths", flags->depths, "where the needle lies, in percent: 0,25,50,75,100; none: drawn")
+      ->delimiter(',');
+  command->add_option("--haystack", flags->haystack, "a text file to hide needles in; none: one inside the program");
+  command->add_option("--haystack-start", flags->haystack_start, "random: each sample elsewhere; first: as RULER does")
+      ->check(CLI::IsMember({"random", "first"}));
+  command->add_flag("--repeat-haystack", flags->repeat, "repeat a text that is too short");
+  command->add_option("--language", flags->language, "of needles and questions: en or zh");
+  command->add_flag("--strict", flags->strict, "right: each token of the answer is the likeliest one");
+  command->add_flag("--chat", flags->chat, "ask through the model's chat template");
+  command->add_option("--chat-template", flags->chat_template, "with --chat: a template by its name");
+  command->add_option("--out", flags->out,
+                      "a file for every sample, JSON lines; a run that was stopped goes on from it");
+  command->add_option("--heatmap", flags->heatmap, "a picture by length and depth, into this .svg or .html file");
+  command->add_option("--shard", flags->shard, "i/n: the i-th of n parts of the samples");
+  command->add_option("--merge", flags->merge, "files of --out: print their results together; no model is needed")
+      ->delimiter(',');
+  command->add_option("--show-sample", flags->show_sample, "print the prompt of this sample, counted from 0, and end")
+      ->check(CLI::Range(0, 1000000));
+  command->add_flag("--json", flags->json, "JSON lines instead of tables");
+  AddAttentionFlags(*command, flags->attention);
+  command->remove_option(command->get_option("--lambda"));
+  command->add_option("--lambda", flags->lambdas, "weights of the plain mean in phsa's representatives, 0 to 1")
+      ->delimiter(',')
+      ->group("Attention");
+  command->callback([flags] {
+    if (!flags->heatmap.empty()) CheckNiahHeatMapPath(flags->heatmap);
+    if (!flags->merge.empty()) {
+      Merge(*flags);
+      return;
+    }
+    if (flags->model.model.empty()) ThrowInvalid("niah: --model is required (only --merge works without)");
+    Run(*flags);
+  });
+}
+
+}  // namespace phsa::cli

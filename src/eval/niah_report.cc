@@ -1,0 +1,278 @@
+#include "eval/niah_report.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <set>
+#include <tuple>
+
+#include "eval/query_blocks.h"
+
+namespace phsa {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+bool HasTopK(const Settings& settings) {
+  return settings.policy != Policy::kDense && settings.policy != Policy::kStreaming &&
+         settings.policy != Policy::kSepllm;
+}
+
+bool HasLambda(const Settings& settings) {
+  return settings.policy == Policy::kPhsa || settings.policy == Policy::kInfllm2;
+}
+
+// Baselines first, PHSA last.
+int Rank(Policy policy) {
+  switch (policy) {
+    case Policy::kDense: return 0;
+    case Policy::kStreaming: return 1;
+    case Policy::kSepllm: return 2;
+    case Policy::kInfllm2: return 3;
+    case Policy::kInfllm2_64: return 4;
+    case Policy::kQuest: return 5;
+    case Policy::kPhsa: return 6;
+  }
+  return 7;
+}
+
+std::string Method(const Settings& settings) {
+  std::string method = Name(settings.policy);
+  if (settings.policy == Policy::kPhsa) {
+    method += settings.head_lambda.empty() ? fmt::format(" λ={:g}", settings.lambda) : std::string(" λ per head");
+    if (settings.punctuation != "en") method += " " + settings.punctuation;
+  }
+  return method;
+}
+
+// What tells rows apart that would otherwise look the same.
+std::string Details(const LayerSettings& attention) {
+  const Settings& base = attention.base;
+  return fmt::format(" (init {}, local {}, block {}, {}{})", base.init_tokens, base.local_tokens, base.block_size,
+                     Name(base.group_reduce), attention.layers.empty() ? "" : ", layers differ");
+}
+
+// "+5.0", with a minus sign that is as wide as the plus.
+std::string Signed(double points) { return fmt::format("{}{:.1f}", points < -0.05 ? "−" : "+", std::abs(points)); }
+
+std::string PValue(double p) { return p < 0.001 ? "p < 0.001" : fmt::format("p = {:.3f}", p); }
+
+// Rows of one task and length.
+struct Group {
+  std::vector<const NiahRow*> rows;
+  std::vector<std::string> methods;          // in order
+  std::set<std::optional<int32_t>> columns;  // none first
+};
+
+std::vector<Group> Groups(std::span<const NiahRow> rows) {
+  std::vector<Group> groups;
+  for (const NiahRow& row : rows) {
+    if (groups.empty() || groups.back().rows.front()->task != row.task ||
+        groups.back().rows.front()->length != row.length) {
+      groups.emplace_back();
+    }
+    Group& group = groups.back();
+    group.rows.push_back(&row);
+    if (std::find(group.methods.begin(), group.methods.end(), row.method) == group.methods.end()) {
+      group.methods.push_back(row.method);
+    }
+    group.columns.insert(row.top_k);
+  }
+  return groups;
+}
+
+// A table with a line for each title and a column for each K; cells without text are a dash, lines without cells are
+// left out.
+std::string Table(const Group& group, const std::string& corner, std::span<const std::string> titles,
+                  const std::function<std::string(const std::string& title, const NiahRow& row)>& cell) {
+  std::string text = "| " + corner + " |", rule = "|---|";
+  for (const auto& top_k : group.columns) {
+    text += top_k ? fmt::format(" K={} |", *top_k) : std::string(" no K |");
+    rule += "---|";
+  }
+  text += "\n" + rule + "\n";
+  for (const std::string& title : titles) {
+    std::string line = "| " + title + " |";
+    bool any = false;
+    for (const auto& top_k : group.columns) {
+      std::string content;
+      for (const NiahRow* row : group.rows) {
+        if (row->top_k == top_k && content.empty()) content = cell(title, *row);
+      }
+      any = any || !content.empty();
+      line += fmt::format(" {} |", content.empty() ? "–" : content);
+    }
+    if (any) text += line + "\n";
+  }
+  return text;
+}
+
+std::string Percent(double share) { return fmt::format("{:.1f}", 100 * share); }
+
+std::string DifferenceTitle(const NiahRow& row, const NiahRow& peer) {
+  return fmt::format("{} − {}", row.method, peer.method);
+}
+
+}  // namespace
+
+std::vector<NiahRow> NiahRows(std::span<const NiahRecord* const> records, int32_t num_layers) {
+  std::vector<NiahRow> rows;
+  std::map<std::string, size_t> known;
+  for (const NiahRecord* record : records) {
+    const std::string key =
+        fmt::format("{} {} {}", Name(record->task), record->length, SettingsToJson(record->attention));
+    const auto [at, is_new] = known.try_emplace(key, rows.size());
+    if (is_new) {
+      NiahRow& row = rows.emplace_back();
+      row.task = record->task;
+      row.length = record->length;
+      row.attention = record->attention;
+      row.method = Method(record->attention.base);
+      if (HasTopK(record->attention.base)) row.top_k = record->attention.base.top_k;
+    }
+    rows[at->second].records.push_back(record);
+  }
+  const auto order = [](const NiahRow& row) {
+    const Settings& base = row.attention.base;
+    return std::tuple(row.task, row.length, Rank(base.policy), HasLambda(base) ? base.lambda : 0.0f, row.method,
+                      row.top_k);
+  };
+  std::stable_sort(rows.begin(), rows.end(), [&](const auto& a, const auto& b) { return order(a) < order(b); });
+  std::map<std::tuple<NiahTask, int32_t, std::string, std::optional<int32_t>>, int> names;
+  for (const NiahRow& row : rows) ++names[{row.task, row.length, row.method, row.top_k}];
+  std::set<std::string> ambiguous;
+  for (const auto& [name, count] : names) {
+    if (count > 1) ambiguous.insert(std::get<2>(name));
+  }
+  for (NiahRow& row : rows) {
+    if (ambiguous.count(row.method) > 0) row.method += Details(row.attention);
+    std::sort(row.records.begin(), row.records.end(),
+              [](const NiahRecord* a, const NiahRecord* b) { return a->sample < b->sample; });
+    double sum = 0, read = 0, dense = 0;
+    for (const NiahRecord* record : row.records) {
+      sum += record->score();
+      read += static_cast<double>(record->read);
+      dense += static_cast<double>(record->dense);
+    }
+    row.score = sum / static_cast<double>(row.records.size());
+    row.ci95 = WilsonInterval(row.score, static_cast<int64_t>(row.records.size()));
+    row.read_share = dense > 0 ? read / dense : 1;
+    row.sparsity = BudgetSparsity(row.attention, num_layers, row.length);
+  }
+  return rows;
+}
+
+std::vector<const NiahRow*> NiahPeers(const NiahRow& row, std::span<const NiahRow> rows) {
+  std::vector<const NiahRow*> peers;
+  const Policy policy = row.attention.base.policy;
+  for (const NiahRow& peer : rows) {
+    if (peer.task != row.task || peer.length != row.length || &peer == &row) continue;
+    const Policy other = peer.attention.base.policy;
+    const bool dense = other == Policy::kDense && policy != Policy::kDense;
+    const bool infllm2 =
+        other == Policy::kInfllm2 && policy != Policy::kDense && policy != Policy::kInfllm2 && peer.top_k == row.top_k;
+    if (dense || infllm2) peers.push_back(&peer);
+  }
+  return peers;
+}
+
+std::optional<PairedDifference> Compare(const NiahRow& first, const NiahRow& second) {
+  std::vector<double> a, b;
+  for (size_t i = 0, j = 0; i < first.records.size() && j < second.records.size();) {
+    const int32_t x = first.records[i]->sample, y = second.records[j]->sample;
+    if (x == y) {
+      a.push_back(first.records[i]->score());
+      b.push_back(second.records[j]->score());
+    }
+    if (x <= y) ++i;
+    if (y <= x) ++j;
+  }
+  if (a.empty()) return std::nullopt;
+  return ComparePaired(a, b);
+}
+
+std::string NiahJsonLines(std::span<const NiahRow> rows) {
+  std::string lines;
+  for (const NiahRow& row : rows) {
+    const Settings& base = row.attention.base;
+    const auto identity = [](const NiahRow& one) {
+      const Settings& settings = one.attention.base;
+      Json json = {{"attention", Name(settings.policy)}};
+      json["top_k"] = one.top_k ? Json(*one.top_k) : Json(nullptr);
+      json["lambda"] = HasLambda(settings) ? Json::parse(fmt::format("{}", settings.lambda)) : Json(nullptr);
+      return json;
+    };
+    Json line = {{"task", Name(row.task)}, {"length", row.length}};
+    line.update(identity(row));
+    line["samples"] = row.records.size();
+    line["score"] = row.score;
+    line["ci95"] = {row.ci95.low, row.ci95.high};
+    line["read_share"] = row.read_share;
+    line["sparsity"] = row.sparsity;
+    line["punctuation"] = base.policy == Policy::kPhsa ? Json(base.punctuation) : Json(nullptr);
+    line["against"] = Json::array();
+    for (const NiahRow* peer : NiahPeers(row, rows)) {
+      const std::optional<PairedDifference> difference = Compare(row, *peer);
+      if (!difference) continue;
+      Json against = identity(*peer);
+      against["samples"] = difference->samples;
+      against["difference"] = difference->mean;
+      against["ci95"] = {difference->ci95.low, difference->ci95.high};
+      against["better"] = difference->better;
+      against["worse"] = difference->worse;
+      against["p"] = difference->p;
+      line["against"].push_back(against);
+    }
+    lines += line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+  }
+  return lines;
+}
+
+std::string NiahTables(std::span<const NiahRow> rows, bool strict) {
+  std::string text;
+  for (const Group& group : Groups(rows)) {
+    const NiahRow& first = *group.rows.front();
+    size_t fewest = first.records.size(), most = fewest;
+    for (const NiahRow* row : group.rows) {
+      fewest = std::min(fewest, row->records.size());
+      most = std::max(most, row->records.size());
+    }
+    const std::string samples = fewest == most ? fmt::format("{}", most) : fmt::format("{} to {}", fewest, most);
+    text += fmt::format("{}{} at {} tokens, {} sample{}: {} (95 % interval), in percent\n\n", text.empty() ? "" : "\n",
+                        Name(first.task), first.length, samples, most == 1 ? "" : "s",
+                        strict ? "answers right in every token" : "references found");
+    text += Table(group, "method", group.methods, [](const std::string& method, const NiahRow& row) {
+      if (row.method != method) return std::string();
+      return fmt::format("{} ({}–{})", Percent(row.score), Percent(row.ci95.low), Percent(row.ci95.high));
+    });
+    text += "\nTokens read, in percent of dense attention's (sparsity of a query at full length)\n\n";
+    text += Table(group, "method", group.methods, [](const std::string& method, const NiahRow& row) {
+      if (row.method != method) return std::string();
+      return fmt::format("{} ({})", Percent(row.read_share), Percent(row.sparsity));
+    });
+    std::vector<std::string> titles;
+    for (const NiahRow* row : group.rows) {
+      for (const NiahRow* peer : NiahPeers(*row, rows)) {
+        const std::string title = DifferenceTitle(*row, *peer);
+        if (std::find(titles.begin(), titles.end(), title) == titles.end()) titles.push_back(title);
+      }
+    }
+    if (titles.empty()) continue;
+    text += "\nDifferences on the same samples, in points (95 % interval; McNemar's exact test)\n\n";
+    text += Table(group, "difference", titles, [&](const std::string& title, const NiahRow& row) {
+      for (const NiahRow* peer : NiahPeers(row, rows)) {
+        if (DifferenceTitle(row, *peer) != title) continue;
+        const std::optional<PairedDifference> difference = Compare(row, *peer);
+        if (!difference) return std::string();
+        return fmt::format("{} ({} to {}; {})", Signed(100 * difference->mean), Signed(100 * difference->ci95.low),
+                           Signed(100 * difference->ci95.high), PValue(difference->p));
+      }
+      return std::string();
+    });
+  }
+  return text;
+}
+
+}  // namespace phsa

@@ -1,0 +1,53 @@
+// Runs needle samples through a model.
+#ifndef PHSA_EVAL_NIAH_RUN_H_
+#define PHSA_EVAL_NIAH_RUN_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/engine.h"
+#include "eval/niah_prompt.h"
+#include "eval/niah_records.h"
+
+namespace phsa {
+
+struct NiahConfiguration {
+  int32_t length = 0;
+  LayerSettings attention;  // as Canonical() gives it
+};
+
+struct NiahPlan {
+  std::vector<NiahTask> tasks;
+  std::vector<NiahConfiguration> configurations;
+  int32_t samples = 100;
+  int32_t shard = 0, shards = 1;  // this run has the samples i with i % shards == shard
+  // Every token of the answer must be the most likely one after the right ones before it; else the references must
+  // appear in a greedy generation.
+  bool strict = false;
+};
+
+struct NiahProgress {
+  double share = 0;               // of the tokens that this run reads
+  int64_t done = 0, missing = 0;  // answers of this run: those that it began with are not counted
+};
+
+struct NiahCallbacks {
+  std::function<void(const NiahProgress&)> progress;
+  std::function<void(const NiahRecord&)> record;  // each answer, as soon as it is there
+  std::function<bool()> stop;
+};
+
+// Whether a reference is in an answer. Case does not matter; beyond ASCII it must be the same.
+bool NiahFound(std::string_view answer, std::string_view reference);
+
+// Answers that `records` lacks are computed, given to `callbacks.record` and added; a sample with all its
+// configurations before the next, so that an interrupted run has pairs. False where it was stopped.
+bool RunNiah(Engine& engine, const NiahPrompts& prompts, const NiahPlan& plan, NiahRecords& records,
+             const NiahCallbacks& callbacks);
+
+}  // namespace phsa
+
+#endif  // PHSA_EVAL_NIAH_RUN_H_

@@ -1,0 +1,187 @@
+"""`phsa niah`: needles in a haystack, on SmolLM2-135M (fetched on first use; skipped where it cannot be had)."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import xml.etree.ElementTree
+
+import pytest
+from conftest import BIN, run_phsa
+
+SMALL = ("--lengths", 512, "--samples", 2, "--strict")
+
+
+@pytest.fixture(scope="session")
+def niah(smollm2):
+    return lambda *args, **more: run_phsa("niah", "-m", smollm2, *args, **more)
+
+
+def rows(done):
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def results(path):
+    """What must not depend on how a run came about: all but the time it took."""
+    return sorted(json.dumps({k: v for k, v in r.items() if k != "seconds"}) for r in lines(path)[1:])
+
+
+def test_json_lines_have_what_scripts_read(niah):
+    found = rows(niah(*SMALL, "--attention", "dense,infllm2,phsa", "-K", "1,2", "--lambda", "0.75,0.9", "--json"))
+    assert [(r["attention"], r["top_k"], r["lambda"]) for r in found] == [
+        ("dense", None, None),
+        ("infllm2", 1, 1),
+        ("infllm2", 2, 1),
+        ("phsa", 1, 0.75),
+        ("phsa", 2, 0.75),
+        ("phsa", 1, 0.9),
+        ("phsa", 2, 0.9),
+    ]
+    for row in found:
+        assert (row["task"], row["length"], row["samples"]) == ("single_2", 512, 2)
+        low, high = row["ci95"]
+        assert 0 <= low <= row["score"] <= high <= 1
+    dense, sparse = found[0], found[2]
+    assert dense["read_share"] == 1 and dense["sparsity"] == 0
+    assert 0.5 < sparse["read_share"] < 0.9
+    assert sparse["sparsity"] == pytest.approx(1 - (16 + 128 + 2 * 16) / 512)
+    assert [a["attention"] for a in found[6]["against"]] == ["dense", "infllm2"]
+
+
+def test_a_needle_that_all_blocks_hold_is_found(niah):
+    # A K that chooses everything is dense attention, and the small model does this task at this length.
+    found = rows(niah("--lengths", 512, "--samples", 4, "--attention", "dense,phsa", "-K", 64, "--json"))
+    assert found[0]["score"] == found[1]["score"] >= 0.75
+
+
+@pytest.mark.parametrize("task", ["single_1", "multikey_3", "multivalue", "multiquery"])
+def test_tasks_run_and_score_what_the_answer_says(niah, tmp_path, task):
+    out = tmp_path / "out.jsonl"
+    row = rows(niah("--task", task, "--lengths", 800, "--samples", 1, "--attention", "dense", "--out", out, "--json"))
+    sample = lines(out)[1]
+    found = [reference.lower() in sample["answer"].lower() for reference in sample["references"]]
+    assert sample["found"] == found
+    assert row[0]["score"] == sample["score"] == sum(found) / len(found)
+    assert sample["tokens"] + 128 <= 800
+
+
+def test_tables_and_heat_map(niah, tmp_path):
+    picture = tmp_path / "map.svg"
+    done = niah(*SMALL, "--attention", "infllm2,phsa", "-K", "1,2", "--depths", "0,100", "--heatmap", picture)
+    assert done.returncode == 0, done.stderr
+    assert "| method | K=1 | K=2 |" in done.stdout
+    assert re.search(r"\| phsa λ=0.9 \| \d+\.\d \(\d+\.\d–\d+\.\d\) \|", done.stdout)
+    assert "phsa λ=0.9 − infllm2" in done.stdout and "McNemar" in done.stdout
+    texts = [e.text for e in xml.etree.ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert "0 %" in texts and "100 %" in texts and "phsa λ=0.9, K=2" in texts
+
+
+def test_a_killed_run_goes_on_and_is_as_one_run(niah, smollm2, tmp_path):
+    command = ("--lengths", 512, "--samples", 6, "--strict", "--attention", "dense,phsa", "-K", 2)
+    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    assert niah(*command, "--out", whole).returncode == 0
+    process = subprocess.Popen(
+        [BIN / "phsa", "niah", "-m", smollm2, *map(str, command), "--out", killed], stdout=subprocess.DEVNULL
+    )
+    while process.poll() is None and (not killed.exists() or len(killed.read_text().splitlines()) < 4):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = len(lines(killed))
+    assert 4 <= before < 13
+    with killed.open("a") as file:
+        file.write('{"task":"single_2","len')  # as if the kill had come while a line was written
+    first = niah(*command, "--out", killed, "--json")
+    assert first.returncode == 0
+    assert results(killed) == results(whole)
+    again = niah(*command, "--out", killed, "--json")  # nothing is left to do
+    assert again.stdout == first.stdout
+    assert len(lines(killed)) == 13
+
+
+def test_an_interrupted_run_says_how_to_go_on(smollm2, tmp_path):
+    out = tmp_path / "out.jsonl"
+    command = ["niah", "-m", smollm2, "--lengths", "1k", "--samples", "500", "--strict", "--out", out]
+    process = subprocess.Popen([BIN / "phsa", *command], stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and (not out.exists() or len(out.read_text().splitlines()) < 2):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command goes on" in err
+
+
+def test_shards_merge_to_the_whole(niah, tmp_path):
+    command = ("--lengths", 512, "--samples", 3, "--strict", "--attention", "infllm2,phsa", "-K", 2)
+    parts = [tmp_path / "1.jsonl", tmp_path / "2.jsonl"]
+    for i, part in enumerate(parts, 1):
+        assert niah(*command, "--shard", f"{i}/2", "--out", part).returncode == 0
+    merged = run_phsa("niah", "--merge", ",".join(map(str, parts)), "--json")
+    assert rows(merged) == rows(niah(*command, "--json"))
+
+
+def test_merging_different_runs_is_refused(niah, tmp_path):
+    files = [tmp_path / "1.jsonl", tmp_path / "2.jsonl"]
+    for seed, file in enumerate(files):
+        assert niah(*SMALL, "--seed", seed, "--out", file).returncode == 0
+    done = run_phsa("niah", "--merge", f"{files[0]},{files[1]}")
+    assert done.returncode == 2 and "seed" in done.stderr
+
+
+def test_chinese_samples(niah, tmp_path):
+    text = tmp_path / "zh.txt"
+    text.write_text("今天天气很好。他们去了河边，看见一只白色的鸟。“真美！”她说。\n" * 40)
+    done = niah(
+        *("--language", "zh", "--haystack", text, "--lengths", 1024, "--samples", 1, "--strict"),
+        *("--attention", "phsa", "-K", 2, "--punctuation", "en+zh", "--json"),
+    )
+    assert rows(done)[0]["punctuation"] == "en+zh"
+    prompt = niah("--language", "zh", "--haystack", text, "--lengths", 1024, "--show-sample", 0).stdout
+    assert re.search(r"的特殊魔法数字之一是：\d{7}。", prompt)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--task", "single_4"), ["single_4", "multiquery"]),
+        (("--lengths", "64k"), ["65536", "8192"]),
+        (("--lengths", "4x"), ["4x", "4k"]),
+        (("--lengths", 100), ["100"]),
+        (("--haystack", "{short}"), ["short.txt", "4096", "--repeat-haystack"]),
+        (("--haystack", "/no/such/file"), ["/no/such/file"]),
+        (("--out", "/no/such/folder/out.jsonl"), ["/no/such/folder/out.jsonl"]),
+        (("--out", "{short}"), ["short.txt"]),
+        (("--heatmap", "/no/such/folder/map.svg"), ["/no/such/folder/map.svg"]),
+        (("--heatmap", "map.png"), [".svg"]),
+        (("--shard", "3/2"), ["3/2"]),
+        (("--shard", "1/200"), ["1/200", "100"]),
+        (("--attention", "dense", "-K", "1,2"), ["-K"]),
+        (("--attention", "infllm2", "--lambda", "0.5"), ["--lambda"]),
+        (("--strict", "--task", "multivalue"), ["--strict"]),
+        (("--language", "zh"), ["--haystack"]),
+        (("--merge", "{short}"), ["short.txt"]),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(niah, tmp_path, flags, words):
+    short = tmp_path / "short.txt"
+    short.write_text("Too short for that. Far too short.\n")
+    start = time.monotonic()
+    done = niah(*[str(flag).format(short=short) for flag in flags])
+    assert time.monotonic() - start < 5
+    assert done.returncode == 2 and done.stdout == ""
+    last = done.stderr.strip().splitlines()[-1]
+    for word in words:
+        assert word in last
+    assert short.read_text() == "Too short for that. Far too short.\n"
+
+
+def test_a_model_is_needed_unless_files_are_merged():
+    done = run_phsa("niah", "--task", "single_1")
+    assert done.returncode == 2 and "--model" in done.stderr
