@@ -1,0 +1,128 @@
+// `phsa inspect`: which blocks of a text the attention read.
+#include "eval/inspect.h"
+
+#include <filesystem>
+
+#include "base/errors.h"
+#include "base/new_file.h"
+#include "cli/commands.h"
+#include "cli/options.h"
+#include "cli/prompt.h"
+#include "cli/terminal.h"
+#include "eval/inspect_html.h"
+#include "eval/inspect_report.h"
+
+namespace phsa::cli {
+namespace {
+
+// What `phsa run` leaves for an answer where nothing is said: the context decides the preset, and the choice to be seen
+// is the one that `phsa run` makes.
+constexpr int32_t kRunAnswer = 512;
+// A page with more queries is one that no browser opens: each takes 15 KB for 30 layers with 3 KV heads and K = 16.
+constexpr int32_t kMostQueries = 1000;
+
+struct InspectFlags {
+  ModelFlags model;
+  PromptFlags prompt;
+  AttentionFlags attention;
+  std::optional<int32_t> answer;
+  int32_t last = 1;
+  std::string html;
+  bool json = false;
+};
+
+LayerSettings Attention(const InspectFlags& flags, const ModelConfig& config, int32_t context) {
+  AttentionFlags attention = flags.attention;
+  const bool is_auto = attention.policies == std::vector<std::string>{"auto"};
+  if (is_auto && config.phsa_settings.empty() && attention.config_file.empty()) {
+    attention.policies = {"phsa"};
+    fmt::print(stderr, "attention: phsa, as the model carries no settings and dense attention chooses nothing\n");
+  }
+  const std::vector<LayerSettings> all = AttentionSettings(attention, config, context);
+  if (all.size() != 1) ThrowInvalid("inspect: one --attention and one -K; `phsa perplexity --recall` takes lists");
+  bool dense = true;
+  for (int32_t layer = 0; layer < config.num_layers; ++layer) {
+    dense = dense && all.front().ForLayer(layer).policy == Policy::kDense;
+  }
+  if (dense) {
+    ThrowInvalid(
+        "inspect: dense attention reads everything, so there is no choice to show; give --attention phsa, "
+        "infllm2, infllm2-64, quest or streaming");
+  }
+  return all.front();
+}
+
+// Opened before any work: a wrong path is not told after minutes of reading.
+std::unique_ptr<NewFile> OpenPage(const std::string& path) {
+  if (path.empty()) return nullptr;
+  // The page takes the place of what is there, which must not be /dev/null.
+  if (std::filesystem::exists(path) && !std::filesystem::is_regular_file(path)) {
+    ThrowInvalid("inspect: --html {}: is a folder or a device; give the name of a file", path);
+  }
+  return std::make_unique<NewFile>(path);
+}
+
+void RunInspect(const InspectFlags& flags) {
+  const std::unique_ptr<NewFile> page = OpenPage(flags.html);
+  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model);
+  Tokenizer tokenizer = LoadTokenizer(*source);
+  const std::vector<int32_t> prompt = PromptTokens(flags.prompt, *source, tokenizer);
+  if (static_cast<size_t>(flags.last) > prompt.size()) {
+    ThrowInvalid("inspect: --last is {}; the prompt has {} tokens", flags.last, prompt.size());
+  }
+  const int32_t model_context = source->config().context;
+  ModelFlags model = flags.model;
+  if (model.context == 0) {
+    if (prompt.size() >= static_cast<size_t>(model_context)) {
+      ThrowInvalid("inspect: the prompt has {} tokens, the model's context {}; give a shorter text", prompt.size(),
+                   model_context);
+    }
+    const int64_t needed = static_cast<int64_t>(prompt.size()) + std::max(1, flags.answer.value_or(kRunAnswer));
+    model.context = static_cast<int32_t>(std::min<int64_t>(needed, model_context));
+  }
+  const LayerSettings attention = Attention(flags, source->config(), model.context);
+  SamplingFlags greedy;
+  greedy.temperature = 0;
+  greedy.seed = 0;
+  GenerateOptions options = SamplingOptions(greedy, source->config());
+  options.max_tokens = flags.answer.value_or(0);
+  const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, attention);
+  LoadEngine(*engine);
+
+  ProgressBar bar("reading");
+  const Inspection inspection = Inspect(*engine, prompt, flags.last, options, PrefillCallbacks(bar));
+  bar.Clear();
+  ThrowIfInterrupted();
+  if (page != nullptr) {
+    page->Write(InspectionHtml(inspection));
+    page->Keep();
+  }
+  WriteOut(flags.json ? InspectionJson(inspection) + "\n" : InspectionText(inspection));
+  const GenerateResult& result = inspection.result;
+  fmt::print(stderr, "{} prompt tokens in {}; {} tokens of answer in {}; peak memory {}\n", result.prompt_tokens,
+             DurationInWords(result.prefill_seconds), result.tokens.size(), DurationInWords(result.decode_seconds),
+             BytesInWords(PeakMemoryBytes()));
+  if (page != nullptr) fmt::print(stderr, "{}: open it in a browser\n", flags.html);
+}
+
+}  // namespace
+
+void AddInspectCommand(CLI::App& app) {
+  CLI::App* const command =
+      app.add_subcommand("inspect", "shows which blocks of a text the attention read, and how much it missed");
+  auto flags = std::make_shared<InspectFlags>();
+  AddModelFlags(*command, flags->model);
+  AddPromptFlags(*command, flags->prompt);
+  command->add_option("--last", flags->last, "the prompt's last tokens whose choices are shown")
+      ->check(CLI::Range(1, kMostQueries));
+  command
+      ->add_option("-n,--predict", flags->answer,
+                   "tokens of answer, always the most likely ones, whose choices are shown as well")
+      ->check(CLI::Range(0, kMostQueries));
+  command->add_flag("--json", flags->json, "one JSON object with everything instead of tables");
+  command->add_option("--html", flags->html, "a file for a page that shows the choice over the text");
+  AddAttentionFlags(*command, flags->attention);
+  command->callback([flags] { RunInspect(*flags); });
+}
+
+}  // namespace phsa::cli

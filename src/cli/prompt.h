@@ -1,0 +1,28 @@
+// The prompt of commands that read one: a text, a question, or both.
+#ifndef PHSA_CLI_PROMPT_H_
+#define PHSA_CLI_PROMPT_H_
+
+#include <CLI/CLI.hpp>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "io/model_source.h"
+#include "tokenizer/tokenizer.h"
+
+namespace phsa::cli {
+
+struct PromptFlags {
+  std::string document, question, system, chat_template;
+  bool raw = false;
+};
+void AddPromptFlags(CLI::App& command, PromptFlags& flags);
+
+// The user's turn (the text, an empty line, the question) through the chat template, or as it is with --raw. Throws
+// phsa::Error where there is neither.
+std::vector<int32_t> PromptTokens(const PromptFlags& flags, const ModelSource& source, const Tokenizer& tokenizer);
+
+}  // namespace phsa::cli
+
+#endif  // PHSA_CLI_PROMPT_H_
