@@ -1,12 +1,13 @@
 """Times `phsa` against llama.cpp on the same file, machine and threads, in alternating rounds.
 
     python bench/llama_bench.py --model MODEL.gguf [--phsa build/release/bin/phsa] [--prompts 512,4096] [--generate 32]
-        [--depths 0] [--threads 0] [--rounds 2] [--repeats 2] [--weights auto] [--attention dense] [--text FILE]
+        [--depths 0] [--threads 0] [--rounds 2] [--repeats 2] [--weights auto] [--attention dense,infllm2,phsa]
+        [--text FILE]
 
 llama.cpp comes with the Python package llama-cpp-python, which builds it for this machine; it is driven as its own
 llama-bench does: flash attention on, batches of 2048 in steps of 512, an f16 cache. The best of all rounds counts on
-both sides. First the results are compared: perplexity and most likely tokens over the first 512 tokens of a text.
-Prints JSON lines, then a markdown table whose last column is our speed over llama.cpp's.
+both sides. First the results are compared: perplexity and most likely tokens over the first 512 tokens of a text, with
+dense attention. Prints JSON lines, then a markdown table with our speed over llama.cpp's in brackets.
 """
 
 import argparse
@@ -75,8 +76,8 @@ TOKEN_POINTER = ctypes.POINTER(llama_cpp.llama_token)
 
 
 def phsa(args, *more: str) -> list[dict]:
-    command = [args.phsa, *more, "-m", args.model, "-t", str(args.threads), "--weights", args.weights]
-    done = subprocess.run([*command, "--attention", args.attention, "--json"], capture_output=True, text=True)
+    command = [args.phsa, *more, "-m", args.model, "-t", str(args.threads), "--weights", args.weights, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"llama_bench: {' '.join(command)} failed: {done.stderr.strip()}")
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -91,7 +92,8 @@ def check(args, llama: Llama):
     targets = logits[np.arange(CHECK_TOKENS - 1), tokens[1:]]
     top = logits.max(axis=1, keepdims=True)
     loss = (np.log(np.exp(logits - top).sum(axis=1)) + top[:, 0])[:-1] - targets
-    ours = phsa(args, "perplexity", "-f", args.text, "-c", str(CHECK_TOKENS), "--top-tokens")[0]
+    dense = ("--attention", "dense")
+    ours = phsa(args, "perplexity", "-f", args.text, "-c", str(CHECK_TOKENS), "--top-tokens", *dense)[0]
     result = {
         "check": "perplexity",
         "tokens": CHECK_TOKENS,
@@ -122,6 +124,7 @@ def main() -> int:
     prompts = [int(n) for n in args.prompts.split(",") if int(n)]
     generate = [int(n) for n in args.generate.split(",") if int(n)]
     depths = [int(n) for n in args.depths.split(",")]
+    policies = args.attention.split(",")
     tests = [(kind, n, d) for d in depths for kind, list_ in (("pp", prompts), ("tg", generate)) for n in list_]
     context = max(d + n for _, n, d in tests)
 
@@ -130,14 +133,15 @@ def main() -> int:
     generator = random.Random(1)
     tokens = [generator.randrange(llama.vocab) for _ in range(context)]
     theirs = dict.fromkeys(tests, 0.0)
-    ours = dict.fromkeys(tests, 0.0)
+    ours = {(policy, test): 0.0 for policy in policies for test in tests}
     ours_info = {}
     for _ in range(args.rounds):
         lists = ("-p", ",".join(map(str, prompts or [0])), "-n", ",".join(map(str, generate or [0])))
-        for row in phsa(args, "bench", *lists, "-d", args.depths, "-r", str(args.repeats)):
-            test = (row["test"], row["tokens"], row["depth"])
-            ours[test] = max(ours[test], row["tokens_per_s"])
-            ours_info = row
+        flags = ("-d", args.depths, "-r", str(args.repeats), "--attention", args.attention)
+        for row in phsa(args, "bench", *lists, *flags):
+            key = (row["attention"], (row["test"], row["tokens"], row["depth"]))
+            ours[key] = max(ours[key], row["tokens_per_s"])
+            ours_info[row["attention"]] = row
         for test in tests:
             kind, count, depth = test
             llama.clear()
@@ -152,26 +156,31 @@ def main() -> int:
                 # The logits are read so that no part of the work can be put off.
                 llama_cpp.llama_get_logits(llama.context)
                 theirs[test] = max(theirs[test], count / (time.perf_counter() - start))
-    for test in tests:
-        line = {
-            "model": ours_info["model"],
-            "attention": args.attention,
-            "weights": ours_info["weights"],
-            "test": test[0],
-            "tokens": test[1],
-            "depth": test[2],
-            "threads": args.threads,
-            "phsa": round(ours[test], 2),
-            "llama_cpp": round(theirs[test], 2),
-            "ratio": round(ours[test] / theirs[test], 3),
-            "llama_cpp_python": llama_cpp.__version__,
-        }
-        print(json.dumps(line), flush=True)
-    print(f"\n{ours_info['model']}, --weights {args.weights}, {args.attention}, {args.threads} threads, tokens/s:\n")
-    print("| test | depth | phsa | llama.cpp | ratio |\n|---|---|---|---|---|")
+    for policy in policies:
+        info = ours_info[policy]
+        for test in tests:
+            line = {
+                "model": info["model"],
+                "attention": policy,
+                "top_k": info["top_k"],
+                "weights_mode": args.weights,
+                "weights": info["weights"],
+                "test": test[0],
+                "tokens": test[1],
+                "depth": test[2],
+                "threads": args.threads,
+                "phsa": round(ours[policy, test], 2),
+                "llama_cpp": round(theirs[test], 2),
+                "ratio": round(ours[policy, test] / theirs[test], 3),
+                "llama_cpp_python": llama_cpp.__version__,
+            }
+            print(json.dumps(line), flush=True)
+    print(f"\n{info['model']}, --weights {args.weights}, {args.threads} threads, tokens/s:\n")
+    print("| test | depth | llama.cpp |", " | ".join(policies), "|\n|---|---|---|" + "---|" * len(policies))
     for test in tests:
         kind, count, depth = test
-        print(f"| {kind}{count} | {depth} | {ours[test]:.1f} | {theirs[test]:.1f} | {ours[test] / theirs[test]:.2f} |")
+        cells = [f"{ours[p, test]:.1f} ({ours[p, test] / theirs[test]:.2f}×)" for p in policies]
+        print(f"| {kind}{count} | {depth} | {theirs[test]:.1f} |", " | ".join(cells), "|")
     return 0
 
 

@@ -25,5 +25,9 @@ echo "== $model reads a page of $(wc -w <$text) words and answers"
 Ask "How high is the tower?" "41 metres"
 Ask "What did the town give to Mary Ellison?" "silver watch"
 echo
+echo "== The same question over a long text, with three ways to attend"
+python3 scripts/demo_compare.py "$phsa" "$model"
+echo
+echo "Which blocks it read: $phsa inspect -m $model -f $text -p \"How high is the tower?\" --html page.html"
 echo "Talk to it yourself: $phsa chat -m $model"
 echo

@@ -836,6 +836,8 @@ TEST_F(Attention, TokensReadAreThoseOfTheReference) {
     Plan(desc).TokensRead(selection.data(), &read, &dense);
     EXPECT_EQ(read, expected_read);
     EXPECT_EQ(dense, expected_dense);
+    Plan(desc).TokensRead(nullptr, &read, &dense);
+    EXPECT_EQ(read, expected_read) << "without the lists, which are all full";
   }
 }
 

@@ -368,7 +368,6 @@ TEST(CApi, NullIsAnAnswerNotACrash) {
   expect_null(phsa_represent(nullptr, &problem.forward.kv, nullptr), "represent plan");
   expect_null(phsa_represent(problem.plan, nullptr, nullptr), "represent kv");
   expect_null(phsa_tokens_read(nullptr, nullptr, &count, &count), "tokens_read plan");
-  expect_null(phsa_tokens_read(problem.plan, nullptr, &count, &count), "tokens_read selection");
   expect_null(phsa_tokens_read(problem.plan, problem.selection.data(), nullptr, &count), "tokens_read read");
   expect_null(phsa_settings_preset(1, nullptr), "preset out");
   expect_null(phsa_settings_from_json(nullptr, 0, &problem.settings), "from_json json");

@@ -79,7 +79,8 @@ class Bench {
       row.seconds.push_back(Seconds([&] { Read(depth + tokens, step); }));
     }
     const StepTimes& after = engine_.decoder().times();
-    row.times = {after.products - before.products, after.attention - before.attention, after.other - before.other};
+    row.times = {after.products - before.products, after.attention - before.attention, after.other - before.other,
+                 after.selection - before.selection};
     sequence_.Truncate(depth);
     return row;
   }
@@ -107,7 +108,7 @@ void Print(const BenchFlags& flags, const Engine& engine, const Settings& settin
   const double best = *std::min_element(row.seconds.begin(), row.seconds.end());
   const double mean =
       std::accumulate(row.seconds.begin(), row.seconds.end(), 0.0) / static_cast<double>(row.seconds.size());
-  const double known = row.times.products + row.times.attention + row.times.other;
+  const double known = row.times.products + row.times.attention + row.times.other + row.times.selection;
   if (flags.json) {
     nlohmann::json line = {{"model", engine.config().name},
                            {"attention", Name(settings.policy)},
@@ -124,6 +125,7 @@ void Print(const BenchFlags& flags, const Engine& engine, const Settings& settin
                            {"device", "cpu"}};
     if (flags.profile) {
       line["share"] = {{"products", row.times.products / known},
+                       {"selection", row.times.selection / known},
                        {"attention", row.times.attention / known},
                        {"other", row.times.other / known}};
     }
@@ -133,8 +135,9 @@ void Print(const BenchFlags& flags, const Engine& engine, const Settings& settin
   std::string cells = fmt::format("| {} | {} | {}{} | {} | {:.1f} | {:.1f} |", Name(settings.policy), settings.top_k,
                                   row.test, row.tokens, row.depth, row.tokens / best, row.tokens / mean);
   if (flags.profile) {
-    cells += fmt::format(" {:.0f} % | {:.0f} % | {:.0f} % |", 100 * row.times.products / known,
-                         100 * row.times.attention / known, 100 * row.times.other / known);
+    for (const double seconds : {row.times.products, row.times.selection, row.times.attention, row.times.other}) {
+      cells += fmt::format(" {:.0f} % |", 100 * seconds / known);
+    }
   }
   WriteOut(cells + "\n");
 }
@@ -163,11 +166,12 @@ void RunBench(const BenchFlags& flags) {
     WriteOut(fmt::format("{}, {} weights, {} cache, {} threads; tokens/s\n\n", engine->config().name,
                          engine->plan().weight_types, engine->plan().kv_type, engine->threads().num_threads()));
     WriteOut(fmt::format("| attention | K | test | depth | best of {} | mean |{}\n|---|---|---|---|---|---|{}\n",
-                         flags.repeats, flags.profile ? " products | attention | other |" : "",
-                         flags.profile ? "---|---|---|" : ""));
+                         flags.repeats, flags.profile ? " products | selection | attention | other |" : "",
+                         flags.profile ? "---|---|---|---|" : ""));
   }
   for (const LayerSettings& attention : policies) {
     engine->SetAttention(attention);
+    engine->decoder().TimeStages(flags.profile);
     Bench bench(flags, *engine);
     const int32_t threads = engine->threads().num_threads();
     for (const int32_t depth : depths) {
@@ -192,7 +196,8 @@ void AddBenchCommand(CLI::App& app) {
   command->add_option("-d,--n-depth", flags->depths, "tokens that are in the cache before: 0,8000")->delimiter(',');
   command->add_option("-r,--repetitions", flags->repeats, "how often each is measured")->check(CLI::Range(1, 1000));
   command->add_flag("--json", flags->json, "JSON lines instead of a markdown table");
-  command->add_flag("--profile", flags->profile, "the shares of products, attention and the rest");
+  command->add_flag("--profile", flags->profile,
+                    "the shares of products, selection, attention and the rest; takes a little longer");
   AddAttentionFlags(*command, flags->attention);
   command->callback([flags] { RunBench(*flags); });
 }

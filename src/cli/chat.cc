@@ -15,6 +15,7 @@ struct ChatFlags {
   ModelFlags model;
   AttentionFlags attention;
   SamplingFlags sampling;
+  PromptCacheFlags prompt_cache;
   std::string document, system, chat_template;
 };
 
@@ -83,16 +84,22 @@ void Chat(const ChatFlags& flags) {
         bar.Clear();
         WriteOut(part);
       };
-      const GenerateResult result =
-          session.Generate(chat.Encode(messages, true, engine->tokenizer()), options, callbacks);
+      const std::vector<int32_t> prompt = chat.Encode(messages, true, engine->tokenizer());
+      if (session.sequence().length() == 0) {
+        HintAtPhsa(flags.attention, attention.front(), prompt.size());
+        RestorePromptCache(flags.prompt_cache, session, prompt);
+      }
+      const GenerateResult result = session.Generate(prompt, options, callbacks);
       bar.Clear();
       WriteOut("\n");
       const auto generated = static_cast<double>(result.tokens.size());
-      fmt::print(stderr, "[{} prompt tokens, {} read before, first token after {}; {} tokens at {:.1f}/s; {}]\n",
+      fmt::print(stderr,
+                 "[{} prompt tokens, {} read before, first token after {}; {} tokens at {:.1f}/s; {:.0f} % of the "
+                 "tokens read; {}]\n",
                  result.prompt_tokens, result.reused_tokens, DurationInWords(result.prefill_seconds),
                  result.tokens.size(),
                  result.decode_seconds > 0 && generated > 1 ? (generated - 1) / result.decode_seconds : 0.0,
-                 Name(result.reason));
+                 100 * result.tokens_read.share(), Name(result.reason));
       ClearInterrupt();
       if (result.tokens.empty() && result.reason == StopReason::kInterrupted) {
         messages.resize(turns);  // stopped before it answered: as if it had not been asked
@@ -106,6 +113,7 @@ void Chat(const ChatFlags& flags) {
       messages.resize(turns);
     }
   }
+  if (session.sequence().length() > 0) SavePromptCache(flags.prompt_cache, session);
   if (WasInterrupted()) throw Interrupted{};
 }
 
@@ -119,6 +127,7 @@ void AddChatCommand(CLI::App& app) {
   command->add_option("--system", flags->system, "the system message");
   command->add_option("--chat-template", flags->chat_template,
                       "the chat template by name, where the model's is unknown");
+  AddPromptCacheFlags(*command, flags->prompt_cache);
   AddSamplingFlags(*command, flags->sampling);
   AddAttentionFlags(*command, flags->attention);
   command->callback([flags] { Chat(*flags); });

@@ -13,6 +13,9 @@ void AddTokenizeCommand(CLI::App& app);
 void AddInfoCommand(CLI::App& app);
 void AddModelsCommand(CLI::App& app);
 void AddPerplexityCommand(CLI::App& app);
+void AddInspectCommand(CLI::App& app);
+void AddNiahCommand(CLI::App& app);
+void AddPunctuationCommand(CLI::App& app);
 void AddBenchCommand(CLI::App& app);
 
 }  // namespace phsa::cli

@@ -41,6 +41,9 @@ int Main(int argc, char** argv) {
   AddChatCommand(app);
   AddBenchCommand(app);
   AddPerplexityCommand(app);
+  AddInspectCommand(app);
+  AddNiahCommand(app);
+  AddPunctuationCommand(app);
   AddTokenizeCommand(app);
   AddInfoCommand(app);
   AddModelsCommand(app);

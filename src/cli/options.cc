@@ -1,6 +1,7 @@
 #include "cli/options.h"
 
 #include <cstdio>
+#include <filesystem>
 #include <random>
 
 #include "base/errors.h"
@@ -37,7 +38,9 @@ void AddAttentionFlags(CLI::App& command, AttentionFlags& flags) {
                   "auto (the model's own settings, else dense), dense, phsa, infllm2, infllm2-64, streaming, quest")
       ->delimiter(',')
       ->group(group);
-  command.add_option("-K,--attention-top-k", flags.top_k, "blocks that a query chooses")->delimiter(',')->group(group);
+  command.add_option("-K,--attention-top-k", flags.top_k, "blocks that a query chooses (16)")
+      ->delimiter(',')
+      ->group(group);
   command.add_option("--lambda", flags.lambda, "weight of the plain mean in a representative, 0 to 1")->group(group);
   command.add_option("--punctuation", flags.punctuation, "en, zh, en+zh, sentence, pure, none, or a file")
       ->group(group);
@@ -51,23 +54,47 @@ void AddAttentionFlags(CLI::App& command, AttentionFlags& flags) {
 
 namespace {
 
-LayerSettings AttentionFor(const std::string& policy, int32_t top_k, const AttentionFlags& flags,
+constexpr size_t kMaxConfigBytes = size_t{16} << 20;
+// Query positions from which PHSA was measured to be faster than dense attention (docs/engine.md). auto reads densely
+// below, unless the settings say themselves where.
+constexpr int32_t kCrossover = 2048;
+
+LayerSettings CarriedSettings(const std::string& json, bool is_auto) {
+  LayerSettings settings = SettingsFromJson(json);
+  if (is_auto && json.find("\"dense_below\"") == std::string::npos) {
+    settings.base.dense_below = kCrossover;
+    for (auto& [layer, one] : settings.layers) one.dense_below = kCrossover;
+  }
+  return settings;
+}
+
+void SetPolicy(Settings& settings, Policy policy) {
+  settings.policy = policy;
+  if (policy == Policy::kInfllm2_64) settings.block_size = 64;
+  if (policy == Policy::kInfllm2 || policy == Policy::kInfllm2_64) {
+    settings.lambda = 1;
+    settings.head_lambda.clear();
+  }
+}
+
+LayerSettings AttentionFor(const std::string& policy, std::optional<int32_t> top_k, const AttentionFlags& flags,
                            const ModelConfig& config, int64_t context) {
   LayerSettings settings;
+  settings.base = Settings::Preset(context);
+  settings.base.policy = Policy::kDense;
+  const bool is_auto = policy == "auto";
   if (!flags.config_file.empty()) {
-    settings = SettingsFromJson(ReadTextFile(flags.config_file, size_t{16} << 20));
-  } else if (policy == "auto" && !config.phsa_settings.empty()) {
-    settings = SettingsFromJson(config.phsa_settings);
-  } else {
-    settings.base = Settings::Preset(context);
-    settings.base.policy = policy == "auto" ? Policy::kDense : PolicyFromName(policy);
-    if (settings.base.policy == Policy::kInfllm2_64) settings.base.block_size = 64;
-    if (settings.base.policy == Policy::kInfllm2 || settings.base.policy == Policy::kInfllm2_64)
-      settings.base.lambda = 1;
-    settings.base.top_k = top_k;
+    settings = CarriedSettings(ReadTextFile(flags.config_file, kMaxConfigBytes), is_auto);
+  } else if (is_auto && !config.phsa_settings.empty()) {
+    settings = CarriedSettings(config.phsa_settings, is_auto);
   }
   const auto change = [&](Settings& one) {
-    if (flags.lambda) one.lambda = *flags.lambda;
+    if (!is_auto) SetPolicy(one, PolicyFromName(policy));
+    if (top_k) one.top_k = *top_k;
+    if (flags.lambda) {
+      one.lambda = *flags.lambda;
+      one.head_lambda.clear();
+    }
     if (flags.init) one.init_tokens = *flags.init;
     if (flags.local) one.local_tokens = *flags.local;
     if (flags.block) one.block_size = *flags.block;
@@ -80,12 +107,18 @@ LayerSettings AttentionFor(const std::string& policy, int32_t top_k, const Atten
   return settings;
 }
 
+// No settings for K: whatever is said elsewhere.
+std::vector<std::optional<int32_t>> TopKs(const AttentionFlags& flags) {
+  if (flags.top_k.empty()) return {std::nullopt};
+  return {flags.top_k.begin(), flags.top_k.end()};
+}
+
 }  // namespace
 
 std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const ModelConfig& config, int64_t context) {
   std::vector<LayerSettings> all;
   for (const std::string& policy : flags.policies) {
-    for (const int32_t top_k : flags.top_k) {
+    for (const std::optional<int32_t> top_k : TopKs(flags)) {
       LayerSettings settings = AttentionFor(policy, top_k, flags, config, context);
       if (all.empty() || settings != all.back()) all.push_back(std::move(settings));
       const Policy chosen = all.back().base.policy;
@@ -163,6 +196,27 @@ void LoadEngine(Engine& engine) {
     return !WasInterrupted();
   });
   if (!loaded) throw Interrupted{};
+}
+
+void HintAtPhsa(const AttentionFlags& flags, const LayerSettings& chosen, size_t prompt_tokens) {
+  if (flags.policies.front() != "auto" || chosen.base.policy != Policy::kDense || prompt_tokens <= kCrossover) return;
+  fmt::print(stderr,
+             "attention: dense, as the model carries no settings for PHSA; --attention phsa reads long texts sooner, "
+             "and an untrained model's answer may change\n");
+}
+
+void AddPromptCacheFlags(CLI::App& command, PromptCacheFlags& flags) {
+  command.add_option("--prompt-cache", flags.file,
+                     "a file that keeps what was read, so that the next run with the same text need not read it again");
+  command.add_flag("--prompt-cache-ro", flags.read_only, "the file is read, but not written");
+}
+
+void RestorePromptCache(const PromptCacheFlags& flags, Session& session, std::span<const int32_t> prompt) {
+  if (!flags.file.empty() && std::filesystem::exists(flags.file)) session.Restore(flags.file, prompt);
+}
+
+void SavePromptCache(const PromptCacheFlags& flags, const Session& session) {
+  if (!flags.file.empty() && !flags.read_only) session.Save(flags.file);
 }
 
 ChatTemplate ChooseChatTemplate(const std::string& name, const std::string& model_template) {

@@ -26,13 +26,14 @@ void AddModelFlags(CLI::App& command, ModelFlags& flags);
 // How the attention reads. Lists make sweeps where a command allows them.
 struct AttentionFlags {
   std::vector<std::string> policies = {"auto"};
-  std::vector<int32_t> top_k = {16};
+  std::vector<int32_t> top_k;  // empty: what the settings say, 16 unless they do
   std::optional<float> lambda;
   std::optional<int32_t> init, local, block;
   std::string punctuation, group_reduce, config_file;
 };
 void AddAttentionFlags(CLI::App& command, AttentionFlags& flags);
-// One for each policy and K, in that order; K counts once for policies that choose nothing.
+// One for each policy and K, in that order; K counts once for policies that choose nothing. Flags count first, then
+// --phsa-config, then (policy auto) what the model carries, then the preset for the context.
 std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const ModelConfig& config, int64_t context);
 
 // How tokens are chosen. Unset flags take what the model recommends, then the program's own.
@@ -55,6 +56,19 @@ void LoadEngine(Engine& engine);
 
 // The template that --chat-template names, else the one whose text the model carries.
 ChatTemplate ChooseChatTemplate(const std::string& name, const std::string& model_template);
+
+// Where auto found no settings and reads a long text densely: one line that says how to ask for PHSA.
+void HintAtPhsa(const AttentionFlags& flags, const LayerSettings& chosen, size_t prompt_tokens);
+
+// A file that keeps what was read for the next process.
+struct PromptCacheFlags {
+  std::string file;
+  bool read_only = false;
+};
+void AddPromptCacheFlags(CLI::App& command, PromptCacheFlags& flags);
+// Before the first prompt, where the file is there.
+void RestorePromptCache(const PromptCacheFlags& flags, Session& session, std::span<const int32_t> prompt);
+void SavePromptCache(const PromptCacheFlags& flags, const Session& session);
 
 // A whole file, or standard input for "-". What is not UTF-8 is refused, naming the offset.
 std::string ReadText(const std::string& path);

@@ -4,6 +4,7 @@
 #include "base/errors.h"
 #include "cli/commands.h"
 #include "cli/options.h"
+#include "cli/prompt.h"
 #include "cli/terminal.h"
 
 namespace phsa::cli {
@@ -13,37 +14,17 @@ struct RunFlags {
   ModelFlags model;
   AttentionFlags attention;
   SamplingFlags sampling;
-  std::string document, prompt, system, chat_template;
-  bool raw = false, json = false;
+  PromptCacheFlags prompt_cache;
+  PromptFlags prompt;
+  bool json = false;
 };
 
-std::vector<int32_t> PromptTokens(const RunFlags& flags, const ModelSource& source, const Tokenizer& tokenizer) {
-  std::string text = flags.document.empty() ? "" : ReadText(flags.document);
-  if (!text.empty() && !flags.prompt.empty()) text += "\n\n";
-  text += flags.prompt;
-  if (flags.raw) {
-    std::vector<int32_t> ids;
-    if (tokenizer.add_bos() && tokenizer.bos() >= 0) ids.push_back(tokenizer.bos());
-    const std::vector<int32_t> rest = tokenizer.Encode(text, SpecialTokens::kRecognise);
-    ids.insert(ids.end(), rest.begin(), rest.end());
-    return ids;
-  }
-  const ChatTemplate chat = ChooseChatTemplate(flags.chat_template, source.chat_template());
-  std::vector<ChatMessage> messages;
-  if (!flags.system.empty()) messages.push_back({"system", flags.system});
-  messages.push_back({"user", text});
-  return chat.Encode(messages, true, tokenizer);
-}
-
 void Run(const RunFlags& flags) {
-  if (flags.prompt.empty() && flags.document.empty()) {
-    ThrowInvalid("run: there is nothing to answer; give a question (-p), a text (-f), or both");
-  }
   std::unique_ptr<ModelSource> source = OpenModel(flags.model.model);
   const GenerateOptions options = SamplingOptions(flags.sampling, source->config());
   const int32_t model_context = source->config().context;
   Tokenizer tokenizer = LoadTokenizer(*source);
-  const std::vector<int32_t> prompt = PromptTokens(flags, *source, tokenizer);
+  const std::vector<int32_t> prompt = PromptTokens(flags.prompt, *source, tokenizer);
   // Only what this question needs, unless -c asks for more.
   ModelFlags model = flags.model;
   if (model.context == 0) {
@@ -56,10 +37,12 @@ void Run(const RunFlags& flags) {
   }
   const std::vector<LayerSettings> attention = AttentionSettings(flags.attention, source->config(), model.context);
   if (attention.size() != 1) ThrowInvalid("run: one --attention and one -K; `phsa bench` takes lists");
+  HintAtPhsa(flags.attention, attention.front(), prompt.size());
   const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, attention.front());
   LoadEngine(*engine);
 
   Session session(*engine);
+  RestorePromptCache(flags.prompt_cache, session, prompt);
   ProgressBar bar("reading");
   GenerateCallbacks callbacks = PrefillCallbacks(bar);
   callbacks.text = [&](std::string_view text) {
@@ -69,26 +52,36 @@ void Run(const RunFlags& flags) {
   const GenerateResult result = session.Generate(prompt, options, callbacks);
   bar.Clear();
   const auto generated = static_cast<double>(result.tokens.size());
-  const double prefill_speed = result.prefill_seconds > 0 ? result.prompt_tokens / result.prefill_seconds : 0;
+  const double prefill_speed =
+      result.prefill_seconds > 0 ? (result.prompt_tokens - result.reused_tokens) / result.prefill_seconds : 0;
   const double decode_speed = result.decode_seconds > 0 && generated > 1 ? (generated - 1) / result.decode_seconds : 0;
   if (flags.json) {
     const nlohmann::json line = {{"text", result.text},
                                  {"stop_reason", Name(result.reason)},
                                  {"prompt_tokens", result.prompt_tokens},
+                                 {"reused_tokens", result.reused_tokens},
                                  {"tokens", result.tokens.size()},
                                  {"prefill_tokens_per_s", prefill_speed},
                                  {"decode_tokens_per_s", decode_speed},
                                  {"time_to_first_token_s", result.prefill_seconds},
                                  {"attention", Name(attention.front().base.policy)},
+                                 {"top_k", attention.front().base.top_k},
+                                 {"lambda", attention.front().base.lambda},
+                                 {"read_share", result.tokens_read.share()},
                                  {"peak_memory_bytes", PeakMemoryBytes()}};
     WriteOut(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
   } else {
     WriteOut("\n");
-    fmt::print(stderr,
-               "{} prompt tokens at {:.0f}/s, first token after {}; {} tokens at {:.1f}/s; {}; peak memory {}\n",
-               result.prompt_tokens, prefill_speed, DurationInWords(result.prefill_seconds), result.tokens.size(),
-               decode_speed, Name(result.reason), BytesInWords(PeakMemoryBytes()));
+    fmt::print(
+        stderr,
+        "{} prompt tokens{} at {:.0f}/s, first token after {}; {} tokens at {:.1f}/s; {}; {:.0f} % of the tokens "
+        "read; peak memory {}\n",
+        result.prompt_tokens,
+        result.reused_tokens > 0 ? fmt::format(", {} of them read before,", result.reused_tokens) : "", prefill_speed,
+        DurationInWords(result.prefill_seconds), result.tokens.size(), decode_speed, Name(result.reason),
+        100 * result.tokens_read.share(), BytesInWords(PeakMemoryBytes()));
   }
+  SavePromptCache(flags.prompt_cache, session);
   if (result.reason == StopReason::kInterrupted) throw Interrupted{};
 }
 
@@ -98,13 +91,9 @@ void AddRunCommand(CLI::App& app) {
   CLI::App* const command = app.add_subcommand("run", "answers one question, about a text if one is given");
   auto flags = std::make_shared<RunFlags>();
   AddModelFlags(*command, flags->model);
-  command->add_option("-f,--file", flags->document, "a text that the question is about; - for standard input");
-  command->add_option("-p,--prompt", flags->prompt, "the question");
-  command->add_option("--system", flags->system, "the system message");
-  command->add_option("--chat-template", flags->chat_template,
-                      "the chat template by name, where the model's is unknown");
-  command->add_flag("--raw", flags->raw, "no chat template: the model goes on from the text as it is");
+  AddPromptFlags(*command, flags->prompt);
   command->add_flag("--json", flags->json, "one JSON object with the answer and its measurements");
+  AddPromptCacheFlags(*command, flags->prompt_cache);
   AddSamplingFlags(*command, flags->sampling);
   AddAttentionFlags(*command, flags->attention);
   command->callback([flags] { Run(*flags); });

@@ -2,13 +2,12 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "base/errors.h"
-#include "base/mapped_file.h"
 #include "cli/commands.h"
+#include "cli/load_tokenizer.h"
 #include "cli/options.h"
 #include "cli/terminal.h"
 #include "tokenizer/chat_template.h"
@@ -16,22 +15,13 @@
 namespace phsa::cli {
 namespace {
 
-namespace fs = std::filesystem;
 using Json = nlohmann::json;
-
-constexpr size_t kMaxTokenizerBytes = size_t{512} << 20;
-constexpr size_t kMaxConfigBytes = size_t{16} << 20;
 
 struct TokenizeFlags {
   std::string path, file, text, chat, chat_template, date;
   bool ids = false, json = false, json_lines = false, decode = false;
   bool no_special = false, no_generation_prompt = false, no_thinking = false;
   int32_t benchmark = 0;
-};
-
-struct LoadedTokenizer {
-  Tokenizer tokenizer;
-  std::string chat_template;
 };
 
 Json ParseJson(std::string_view text, const std::string& where) {
@@ -42,31 +32,6 @@ Json ParseJson(std::string_view text, const std::string& where) {
 
 // One line whatever reads it: some take U+2028 for a line end.
 std::string AsciiJson(const Json& value) { return value.dump(-1, ' ', /*ensure_ascii=*/true); }
-
-std::string ReadIfThere(const fs::path& path) {
-  return fs::is_regular_file(path) ? ReadTextFile(path, kMaxConfigBytes) : "";
-}
-
-// A tokenizer.json alone, or a folder that has one: its neighbours tell of the chat template, and no weights are
-// needed.
-LoadedTokenizer LoadJson(const fs::path& json) {
-  const std::string config = ReadIfThere(json.parent_path() / "tokenizer_config.json");
-  std::string chat = ReadIfThere(json.parent_path() / "chat_template.jinja");
-  if (chat.empty() && !config.empty()) {
-    const Json parsed = ParseJson(config, "tokenizer_config.json");
-    if (parsed.is_object() && parsed.contains("chat_template") && parsed["chat_template"].is_string()) {
-      chat = parsed["chat_template"].get<std::string>();
-    }
-  }
-  return {Tokenizer::FromJson(ReadTextFile(json, kMaxTokenizerBytes), config, json.string()), chat};
-}
-
-LoadedTokenizer Load(const std::string& path) {
-  if (fs::is_regular_file(path) && fs::path(path).extension() == ".json") return LoadJson(path);
-  if (fs::is_regular_file(fs::path(path) / "tokenizer.json")) return LoadJson(fs::path(path) / "tokenizer.json");
-  const std::unique_ptr<ModelSource> source = OpenModel(path);
-  return {LoadTokenizer(*source), source->chat_template()};
-}
 
 std::vector<int32_t> IdsFromJson(const Json& list) {
   std::vector<int32_t> ids;
@@ -145,7 +110,7 @@ void Benchmark(int32_t runs, const Tokenizer& tokenizer, std::string_view text, 
 
 class Command {
  public:
-  explicit Command(const TokenizeFlags& flags) : flags_(flags), loaded_(Load(flags.path)) {
+  explicit Command(const TokenizeFlags& flags) : flags_(flags), loaded_(LoadTokenizerAt(flags.path)) {
     if (flags.chat.empty()) return;
     chat_ = ChooseChatTemplate(flags.chat_template, loaded_.chat_template);
     variables_.enable_thinking = !flags.no_thinking;

@@ -6,7 +6,7 @@
 #include "base/dtype.h"
 #include "base/errors.h"
 #include "base/mapped_file.h"
-#include "phsa/punctuation.h"
+#include "io/sha256.h"
 
 namespace phsa {
 namespace {
@@ -22,17 +22,8 @@ int32_t DefaultKvType(const EngineOptions& options) {
 
 int32_t PagesFor(int32_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
 
-// One flag for each token of the model's vocabulary; what the tokenizer does not know is no punctuation.
-std::vector<uint8_t> PunctuationFlags(const Tokenizer& tokenizer, const std::string& set, int32_t vocab_size) {
-  std::vector<std::string> tokens;
-  std::vector<uint8_t> special;
-  for (int32_t id = 0; id < tokenizer.vocab_size(); ++id) {
-    tokens.emplace_back(tokenizer.TokenBytes(id));
-    special.push_back(tokenizer.IsSpecial(id) ? 1 : 0);
-  }
-  std::vector<uint8_t> flags = PunctuationTable(set, tokens, special).table();
-  flags.resize(static_cast<size_t>(vocab_size));
-  return flags;
+bool IsDense(const LayerSettings& attention) {
+  return attention.base.policy == Policy::kDense && attention.layers.empty();
 }
 
 // What settings can get wrong about this model; the rest is judged where they are read.
@@ -75,6 +66,16 @@ MemoryPlan MakePlan(const ModelSource& source, const EngineOptions& options, int
 
 }  // namespace
 
+PunctuationTable PunctuationOf(const Tokenizer& tokenizer, const std::string& set) {
+  std::vector<std::string> tokens;
+  std::vector<uint8_t> special;
+  for (int32_t id = 0; id < tokenizer.vocab_size(); ++id) {
+    tokens.emplace_back(tokenizer.TokenBytes(id));
+    special.push_back(tokenizer.IsSpecial(id) ? 1 : 0);
+  }
+  return {set, tokens, special};
+}
+
 Tokenizer LoadTokenizer(const ModelSource& source) {
   if (const auto& gguf = source.gguf_tokenizer()) {
     BpeVocabulary vocabulary;
@@ -115,6 +116,7 @@ Engine::Engine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const E
                  tokenizer_.vocab_size(), model.vocab_size);
   }
   CheckAttention(options_.attention, model);
+  punctuation_ = PunctuationFlags(options_.attention);
   plan_ = MakePlan(*source_, options_, kv_dtype_, threads_.num_threads());
   CheckFits(plan_);
 }
@@ -127,6 +129,7 @@ void Engine::SetAttention(const LayerSettings& attention) {
   MemoryPlan plan = MakePlan(*source_, options, kv_dtype_, threads_.num_threads());
   plan.available = plan_.available;  // before the weights were loaded
   CheckFits(plan);
+  punctuation_ = PunctuationFlags(attention);
   options_ = options;
   plan_ = plan;
   if (decoder_ != nullptr) MakeCache();
@@ -143,13 +146,29 @@ bool Engine::Load(const LoadProgress& progress) {
   return true;
 }
 
+std::vector<uint8_t> Engine::PunctuationFlags(const LayerSettings& attention) const {
+  if (IsDense(attention)) return {};
+  std::vector<uint8_t> flags = PunctuationOf(tokenizer_, attention.base.punctuation).table();
+  flags.resize(static_cast<size_t>(config().vocab_size));  // what the tokenizer does not know is no punctuation
+  return flags;
+}
+
+KvIdentity Engine::cache_identity() const {
+  const bool dense = IsDense(options_.attention);  // then the other settings mean nothing
+  // A set may be a file, which may have changed.
+  Sha256 punctuation;
+  punctuation.Update(punctuation_.data(), punctuation_.size());
+  return {{"model", ModelFingerprint(*source_)},
+          {"weights", fmt::format("{} ({})", Name(options_.weights), plan_.weight_types)},
+          {"attention", dense ? "dense" : SettingsToJson(options_.attention)},
+          {"punctuation", punctuation.Hex()}};
+}
+
 void Engine::MakeCache() {
   decoder_.reset();  // first give back, then take
   cache_ = std::make_unique<KvCache>(PageLayout(config(), options_.attention, kv_dtype_), PagesFor(plan_.context));
   decoder_ = std::make_unique<Decoder>(config(), weights_, options_.attention, kv_dtype_, options_.chunk, threads_);
-  if (options_.attention.base.policy != Policy::kDense || !options_.attention.layers.empty()) {
-    decoder_->SetPunctuation(PunctuationFlags(tokenizer_, options_.attention.base.punctuation, config().vocab_size));
-  }
+  decoder_->SetPunctuation(punctuation_);
 }
 
 }  // namespace phsa

@@ -11,6 +11,8 @@
 #include "engine/memory_plan.h"
 #include "io/model_source.h"
 #include "model/decoder.h"
+#include "model/kv_file.h"
+#include "phsa/punctuation.h"
 #include "phsa/settings.h"
 #include "phsa/threads.h"
 #include "tokenizer/tokenizer.h"
@@ -27,6 +29,8 @@ struct EngineOptions {
 };
 
 Tokenizer LoadTokenizer(const ModelSource& source);
+// Which of its tokens are punctuation.
+PunctuationTable PunctuationOf(const Tokenizer& tokenizer, const std::string& set);
 
 class Engine {
  public:
@@ -43,6 +47,8 @@ class Engine {
   // Reads and packs the weights. False where `progress` asked to stop. Before this, decoder() and cache() are not
   // there.
   bool Load(const LoadProgress& progress);
+  // What the cache's contents depend on besides the tokens.
+  KvIdentity cache_identity() const;
   // Other settings for the attention. The weights stay; the cache is a new, empty one: sequences of the old one must
   // be gone. Throws phsa::Error, and changes nothing, where the settings do not suit the model.
   void SetAttention(const LayerSettings& attention);
@@ -50,6 +56,8 @@ class Engine {
   KvCache& cache() { return *cache_; }
 
  private:
+  // One for each token of the model's vocabulary; empty where nothing needs them.
+  std::vector<uint8_t> PunctuationFlags(const LayerSettings& attention) const;
   void MakeCache();
   std::unique_ptr<ModelSource> source_;
   EngineOptions options_;
@@ -57,6 +65,7 @@ class Engine {
   Tokenizer tokenizer_;
   ThreadPool threads_;
   MemoryPlan plan_;
+  std::vector<uint8_t> punctuation_;
   Weights weights_;
   std::unique_ptr<KvCache> cache_;
   std::unique_ptr<Decoder> decoder_;

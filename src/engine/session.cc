@@ -49,6 +49,14 @@ std::optional<int32_t> Session::Prefill(std::span<const int32_t> tokens, const G
   return static_cast<int32_t>(shared);
 }
 
+void Session::Save(const std::filesystem::path& path) const { SaveSequence(sequence_, engine_.cache_identity(), path); }
+
+int32_t Session::Restore(const std::filesystem::path& path, std::span<const int32_t> prompt) {
+  sequence_.Truncate(0);
+  RestoreSequence(sequence_, engine_.cache_identity(), prompt, path);
+  return sequence_.length();
+}
+
 GenerateResult Session::Generate(std::span<const int32_t> prompt, const GenerateOptions& options,
                                  const GenerateCallbacks& callbacks) {
   const int32_t context = engine_.plan().context;
@@ -77,6 +85,7 @@ GenerateResult Session::Generate(std::span<const int32_t> prompt, const Generate
     next = sampler.Next({logits, static_cast<size_t>(std::min(vocab, known_tokens))}, sequence_.tokens());
   };
 
+  const TokensRead before = engine_.decoder().tokens_read();
   const double start = Now();
   const std::optional<int32_t> reused = Prefill(prompt, callbacks, sample, BatchItem::Logits::kLast);
   if (!reused) {
@@ -117,6 +126,8 @@ GenerateResult Session::Generate(std::span<const int32_t> prompt, const Generate
   emit(stops.Next(decoder.Finish()));
   emit(stops.Finish());
   result.decode_seconds = Now() - first_token;
+  const TokensRead& read = engine_.decoder().tokens_read();
+  result.tokens_read = {read.read - before.read, read.dense - before.dense};
   return result;
 }
 

@@ -4,6 +4,7 @@
 #define PHSA_ENGINE_SESSION_H_
 
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <optional>
 #include <span>
@@ -38,6 +39,7 @@ struct GenerateResult {
   StopReason reason = StopReason::kEndOfText;
   int32_t prompt_tokens = 0, reused_tokens = 0;
   double prefill_seconds = 0, decode_seconds = 0;  // decode: from the first token to the last
+  TokensRead tokens_read;                          // by the attention, prompt and answer
 };
 
 class Session {
@@ -51,6 +53,10 @@ class Session {
   std::optional<int32_t> Prefill(std::span<const int32_t> tokens, const GenerateCallbacks& callbacks,
                                  const LogitsSink& sink, BatchItem::Logits logits);
   Sequence& sequence() { return sequence_; }
+  // The text so far with its cache, to and from a file (model/kv_file.h). Restore replaces the text by what the file's
+  // and `prompt` have in common and returns how many tokens that are.
+  void Save(const std::filesystem::path& path) const;
+  int32_t Restore(const std::filesystem::path& path, std::span<const int32_t> prompt);
 
  private:
   Engine& engine_;

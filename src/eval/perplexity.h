@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/session.h"
+#include "eval/recall.h"
 
 namespace phsa {
 
@@ -15,11 +16,14 @@ struct PerplexityResult {
   int32_t tokens = 0;  // N
   double seconds = 0;
   std::vector<int32_t> top_tokens;  // the most likely token after each of the N
+  TokensRead tokens_read;
   double perplexity() const;
 };
 
-// The tokens as one window. Empty result (tokens = 0) where callbacks.stop asked for it.
-PerplexityResult Perplexity(Engine& engine, std::span<const int32_t> tokens, const GenerateCallbacks& callbacks);
+// The tokens as one window. Empty result (tokens = 0) where callbacks.stop asked for it. `recall`: measured as well, at
+// the price of dense attention; null: not wanted.
+PerplexityResult Perplexity(Engine& engine, std::span<const int32_t> tokens, const GenerateCallbacks& callbacks,
+                            RecallMeter* recall = nullptr);
 
 }  // namespace phsa
 

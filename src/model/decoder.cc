@@ -270,7 +270,7 @@ void Decoder::Layer(int32_t index, const Rows& rows) {
   times_.other += SecondsSince(clock);
 
   Attend(index, rows, kv);
-  times_.attention += SecondsSince(clock);
+  clock = Clock::now();
 
   // The queries are read; their buffer takes the attention's output as f32.
   LoadRows(kv_dtype_, attention_out_.data(), q_width, m, q_width, queries_.floats(), q_width, executor);
@@ -316,20 +316,29 @@ void Decoder::Attend(int32_t index, const Rows& rows, const KeyValues& kv) {
   forward.workspace = attention_workspace_.data();
   forward.workspace_size = attention_workspace_.size();
   forward.executor = threads_.executor();
-  if (observer_) {
-    const auto count = static_cast<size_t>(rows.count);
-    const size_t slots =
-        count * static_cast<size_t>(plan.SelectionHeads()) * static_cast<size_t>(plan.SelectionSlots());
-    observed_lse_.resize(count * static_cast<size_t>(config_.num_q_heads));
-    forward.lse = observed_lse_.data();
-    if (slots > 0) {
-      observed_selection_.resize(slots);
-      observed_scores_.resize(slots);
-      forward.selection = observed_selection_.data();
-      forward.selection_scores = observed_scores_.data();
-    }
+  const auto count = static_cast<size_t>(rows.count);
+  const size_t slots = count * static_cast<size_t>(plan.SelectionHeads()) * static_cast<size_t>(plan.SelectionSlots());
+  const bool apart = stages_apart_ && slots > 0;
+  if (slots > 0 && (observer_ || apart)) {
+    selection_.resize(slots);
+    forward.selection = selection_.data();
   }
-  plan.Forward(forward);
+  if (observer_) {
+    lse_.resize(count * static_cast<size_t>(config_.num_q_heads));
+    forward.lse = lse_.data();
+    selection_scores_.resize(slots);
+    if (slots > 0) forward.selection_scores = selection_scores_.data();
+  }
+  Clock::time_point clock = Clock::now();
+  if (apart) {
+    plan.Represent(forward);
+    plan.Select(forward);
+    times_.selection += SecondsSince(clock);
+    plan.Attend(forward);
+  } else {
+    plan.Forward(forward);
+  }
+  times_.attention += SecondsSince(clock);
   tokens_read_.read += rows.tokens_read[planned].read;
   tokens_read_.dense += rows.tokens_read[planned].dense;
   if (observer_) observer_({index, plan, settings_.ForLayer(index), forward, rows.q_lens, rows.kv_lens});

@@ -36,6 +36,7 @@ class Buffer {
 // Seconds spent in the parts of a step, summed over steps.
 struct StepTimes {
   double products = 0, attention = 0, other = 0;
+  double selection = 0;  // representatives, scores and top-K; part of `attention` unless the stages are timed apart
 };
 
 struct BatchItem {
@@ -73,8 +74,11 @@ class Decoder {
 
   // `flags`: whether each token of the vocabulary is punctuation; empty: none is.
   void SetPunctuation(std::vector<uint8_t> flags) { punctuation_ = std::move(flags); }
+  const std::vector<uint8_t>& punctuation() const { return punctuation_; }
   // Called after each layer's attention; empty: nobody looks.
   void Observe(AttentionObserver observer) { observer_ = std::move(observer); }
+  // Runs the attention stage by stage, so that `times` has the selection apart: the same results, a little later.
+  void TimeStages(bool apart) { stages_apart_ = apart; }
   // Throws phsa::Error where a sequence does not fit into its cache; then no sequence has changed.
   void Step(std::span<const BatchItem> batch, const LogitsSink& sink);
 
@@ -106,8 +110,9 @@ class Decoder {
   Buffer attention_queries_, attention_out_;  // [max_rows][q heads · head_dim] in the cache's dtype
   Buffer linear_workspace_, attention_workspace_;
   AttentionObserver observer_;
-  std::vector<float> observed_lse_, observed_scores_;
-  std::vector<int32_t> observed_selection_;
+  bool stages_apart_ = false;
+  std::vector<float> lse_, selection_scores_;  // for the observer
+  std::vector<int32_t> selection_;             // for the observer, and between stages
   StepTimes times_;
   TokensRead tokens_read_;
 };

@@ -168,11 +168,20 @@ Activations ChooseActivations(WeightsMode mode) {
 }  // namespace
 
 WeightsMode WeightsModeFromName(std::string_view name) {
-  if (name == "auto") return WeightsMode::kAuto;
-  if (name == "f32") return WeightsMode::kF32;
-  if (name == "bf16") return WeightsMode::kBf16;
-  if (name == "int8") return WeightsMode::kInt8;
+  for (const WeightsMode mode : {WeightsMode::kAuto, WeightsMode::kF32, WeightsMode::kBf16, WeightsMode::kInt8}) {
+    if (name == Name(mode)) return mode;
+  }
   ThrowInvalid("--weights is {}; allowed: auto, f32, bf16, int8", Quoted(name));
+}
+
+const char* Name(WeightsMode mode) {
+  switch (mode) {
+    case WeightsMode::kAuto: return "auto";
+    case WeightsMode::kF32: return "f32";
+    case WeightsMode::kBf16: return "bf16";
+    case WeightsMode::kInt8: return "int8";
+  }
+  return "";
 }
 
 WeightType PackedType(TensorType file, WeightsMode mode) {

@@ -19,6 +19,7 @@ namespace phsa {
 // at 8 bits or less and multiplies integers.
 enum class WeightsMode : uint8_t { kAuto, kF32, kBf16, kInt8 };
 WeightsMode WeightsModeFromName(std::string_view name);
+const char* Name(WeightsMode mode);
 
 using Vector = std::vector<float>;
 

@@ -37,3 +37,12 @@ def shared():
     if not SHARED.is_dir():
         pytest.skip("there is no ../shared beside the project: its texts are not tested")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M, fetched on first use (93 MB)."""
+    done = run_phsa("models", "fetch", "smollm2-135m")
+    if done.returncode != 0:
+        pytest.skip(f"SmolLM2 cannot be had here: {done.stderr.strip().splitlines()[-1]}")
+    return pathlib.Path(run_phsa("models", "path", "smollm2-135m").stdout.strip())

@@ -23,7 +23,7 @@ def byte_alphabet():
     return sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 
 
-def write_gguf(path, context=256):
+def write_gguf(path, context=256, phsa_settings=None):
     """A Llama of one layer whose vocabulary is the bytes and three control tokens."""
     random = np.random.default_rng(1)
     writer = gguf.GGUFWriter(path, "llama")
@@ -45,6 +45,8 @@ def write_gguf(path, context=256):
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(258)
     writer.add_chat_template(CHATML)
+    if phsa_settings:
+        writer.add_string("phsa.settings", json.dumps(phsa_settings))
 
     def add(name, *shape):
         values = random.normal(0, 0.1, shape).astype(np.float32) + (1 if len(shape) == 1 else 0)
@@ -101,7 +103,7 @@ def test_a_tiny_model_runs_through_every_command(tiny, tmp_path):
 def test_help_names_every_command():
     done = run_phsa("--help")
     assert done.returncode == 0
-    for command in ("run", "chat", "bench", "perplexity", "tokenize", "info", "models"):
+    for command in ("run", "chat", "bench", "perplexity", "punctuation", "tokenize", "info", "models"):
         assert command in done.stdout
         assert run_phsa(command, "--help").returncode == 0
 

@@ -28,14 +28,6 @@ POSITIONS = 2000
 
 
 @pytest.fixture(scope="session")
-def smollm2():
-    done = run_phsa("models", "fetch", "smollm2-135m")
-    if done.returncode != 0:
-        pytest.skip(f"SmolLM2 cannot be had here: {done.stderr.strip().splitlines()[-1]}")
-    return pathlib.Path(run_phsa("models", "path", "smollm2-135m").stdout.strip())
-
-
-@pytest.fixture(scope="session")
 def qwen():
     if os.environ.get("PHSA_TEST_QWEN") != "1":
         pytest.skip("PHSA_TEST_QWEN=1 tests Qwen2.5-Coder-1.5B too (10 GB of memory, minutes)")

@@ -1,0 +1,171 @@
+#include "model/kv_file.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <optional>
+#include <string_view>
+
+#include "base/dtype.h"
+#include "base/errors.h"
+#include "base/mapped_file.h"
+#include "base/new_file.h"
+#include "io/sha256.h"
+
+namespace phsa {
+namespace {
+
+constexpr std::string_view kMagic = "PHSA KV cache 1\n";
+constexpr size_t kMaxHeader = size_t{1} << 20;
+constexpr const char* kReadAgain = "remove the file, and the text is read again";
+// Enough of a tensor to tell two models apart, little enough to read at once.
+constexpr size_t kFingerprintBytes = 4096;
+
+std::string LayoutInWords(const PageLayout& layout) {
+  return fmt::format("{} pages of {} tokens, {} bytes: {} layers, {} KV heads, head_dim {}", DtypeName(layout.dtype),
+                     kPageTokens, layout.page_bytes, layout.num_layers, layout.num_kv_heads, layout.head_dim);
+}
+
+// A page of which only the first `tokens` are this text's: what earlier texts left behind does not go into a file.
+void ClearBeyond(const PageLayout& layout, size_t tokens, std::span<uint8_t> page) {
+  const size_t element = DtypeSize(layout.dtype), row = element * static_cast<size_t>(layout.head_dim);
+  const auto heads = static_cast<size_t>(layout.num_kv_heads);
+  const auto clear = [&](size_t begin, size_t end) {
+    std::fill(page.begin() + static_cast<int64_t>(begin), page.begin() + static_cast<int64_t>(end), uint8_t{0});
+  };
+  clear(tokens, kPageTokens);  // flags
+  for (const PageLayout::Layer& layer : layout.layers) {
+    for (const size_t part : {layer.keys, layer.values}) {
+      for (size_t head = 0; head < heads; ++head) {
+        clear(part + (head * kPageTokens + tokens) * row, part + (head + 1) * kPageTokens * row);
+      }
+    }
+    const auto rows = static_cast<size_t>(layer.rep_rows);
+    if (rows == 0) continue;
+    const size_t width = element * static_cast<size_t>(layer.rep_width) * heads;
+    clear(layer.representatives + tokens * rows / kPageTokens * width, layer.representatives + rows * width);
+  }
+}
+
+std::optional<size_t> ToNumber(std::string_view text) {
+  size_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc() && end == text.data() + text.size() ? std::optional(value) : std::nullopt;
+}
+
+// The header's lines, and where the rest of the file begins.
+class Header {
+ public:
+  Header(const MappedFile& file) : path_(file.path()) {
+    const std::string_view text(reinterpret_cast<const char*>(file.data()), std::min(file.size(), kMaxHeader));
+    if (!text.starts_with(kMagic)) ThrowInvalid("{}: not a KV cache of this program; {}", path_, kReadAgain);
+    const size_t end = text.find("\n\n");
+    if (end == text.npos) ThrowInvalid("{}: cut within its header; {}", path_, kReadAgain);
+    lines_ = text.substr(kMagic.size() - 1, end + 1 - (kMagic.size() - 1));
+    size_ = end + 2;
+  }
+  size_t size() const { return size_; }
+  std::string_view Value(const std::string& name) const {
+    const std::string key = fmt::format("\n{}: ", name);
+    const size_t at = lines_.find(key);
+    if (at == lines_.npos) ThrowInvalid("{}: its header does not say {}; {}", path_, Quoted(name), kReadAgain);
+    const size_t begin = at + key.size();
+    return lines_.substr(begin, lines_.find('\n', begin) - begin);
+  }
+  size_t Number(const std::string& name) const {
+    const std::optional<size_t> value = ToNumber(Value(name));
+    if (!value) ThrowInvalid("{}: {} is {} in its header; {}", path_, name, Quoted(Value(name)), kReadAgain);
+    return *value;
+  }
+
+ private:
+  const std::string& path_;
+  std::string_view lines_;  // each with a line break before and after it
+  size_t size_ = 0;
+};
+
+}  // namespace
+
+std::string ModelFingerprint(const ModelSource& source) {
+  Sha256 hash;
+  for (const Tensor* tensor : source.Tensors()) {
+    const std::string line = fmt::format("{} {} {}\n", tensor->name, static_cast<int>(tensor->type), tensor->bytes);
+    hash.Update(line.data(), line.size());
+    hash.Update(tensor->data, std::min<size_t>(tensor->bytes, kFingerprintBytes));
+  }
+  return hash.Hex();
+}
+
+void SaveSequence(const Sequence& sequence, const KvIdentity& identity, const std::filesystem::path& path) {
+  const KvCache& cache = sequence.cache();
+  const std::vector<int32_t>& tokens = sequence.tokens();
+  // The last page may hold more than this text.
+  std::vector<uint8_t> last;
+  if (const size_t used = tokens.size() % kPageTokens; used != 0) {
+    const std::span<const uint8_t> page = cache.PageBytes(sequence.pages().back());
+    last.assign(page.begin(), page.end());
+    ClearBeyond(cache.layout(), used, last);
+  }
+  const auto for_each_part = [&](const auto& use) {
+    use(tokens.data(), tokens.size() * sizeof(int32_t));
+    for (size_t i = 0; i < sequence.pages().size(); ++i) {
+      const bool partial = !last.empty() && i + 1 == sequence.pages().size();
+      const std::span<const uint8_t> page = partial ? last : cache.PageBytes(sequence.pages()[i]);
+      use(page.data(), page.size());
+    }
+  };
+  Sha256 hash;
+  for_each_part([&](const void* data, size_t size) { hash.Update(data, size); });
+  std::string header(kMagic);
+  for (const auto& [name, value] : identity) header += fmt::format("{}: {}\n", name, value);
+  header +=
+      fmt::format("layout: {}\ntokens: {}\nsha256: {}\n\n", LayoutInWords(cache.layout()), tokens.size(), hash.Hex());
+  PHSA_CHECK(header.size() <= kMaxHeader);
+  NewFile file(path);
+  file.Write(header);
+  for_each_part([&](const void* data, size_t size) { file.Write(data, size); });
+  file.Keep();
+}
+
+void RestoreSequence(Sequence& sequence, const KvIdentity& identity, std::span<const int32_t> wanted,
+                     const std::filesystem::path& path) {
+  PHSA_CHECK(sequence.length() == 0);
+  const MappedFile file(path);
+  const Header header(file);
+  KvIdentity expected = identity;
+  expected.emplace_back("layout", LayoutInWords(sequence.cache().layout()));
+  for (const auto& [name, value] : expected) {
+    if (header.Value(name) != value) {
+      ThrowInvalid("{}: made with another {}: {}; now it is {}; {}", file.path(), name,
+                   Quoted(header.Value(name), kQuotedPath), Quoted(value, kQuotedPath),
+                   "give another file, or remove this one");
+    }
+  }
+  const size_t count = header.Number("tokens");
+  const size_t page_bytes = sequence.cache().layout().page_bytes;
+  // Bounded before it is multiplied: a header may claim anything.
+  const size_t rest = file.size() - header.size();
+  const size_t pages = count / kPageTokens + (count % kPageTokens != 0 ? 1 : 0);
+  if (count > rest / sizeof(int32_t) || pages > rest / page_bytes ||
+      rest != count * sizeof(int32_t) + pages * page_bytes) {
+    ThrowInvalid("{}: cut, or not all its own: {} bytes do not hold {} tokens; {}", file.path(), rest, count,
+                 kReadAgain);
+  }
+  const uint8_t* const begin = file.data() + header.size();
+  Sha256 hash;
+  hash.Update(begin, rest);
+  if (header.Value("sha256") != hash.Hex()) {
+    ThrowInvalid("{}: its contents were changed or damaged; {}", file.path(), kReadAgain);
+  }
+  std::vector<int32_t> tokens(count);
+  std::memcpy(tokens.data(), begin, count * sizeof(int32_t));
+  const auto different = std::ranges::mismatch(tokens, wanted).in1;
+  sequence.Append({tokens.begin(), different}, {});
+  const uint8_t* page = begin + count * sizeof(int32_t);
+  for (const int32_t own : sequence.pages()) {
+    std::copy_n(page, page_bytes, sequence.cache().PageBytes(own).begin());
+    page += page_bytes;
+  }
+}
+
+}  // namespace phsa
