@@ -273,8 +273,9 @@ def drift(length, heads, dim, factor, size, generator, dtype, device="cuda"):
 def make_inputs(lens, heads_q, heads_kv, dim, dtype, seed=0, punctuation=0.15):
     generator = torch.Generator("cuda").manual_seed(seed)
     total_q, total_kv = sum(n for n, _ in lens), sum(n for _, n in lens)
-    # Two speeds of drift, so that neighbours choose as alike as a real model's queries do: distinct blocks of 8, 16, 32,
-    # 64 and 128 neighbours are 2.6, 3.9, 6.1, 9.6 and 14.7 K at 32k; Qwen2.5-Coder-1.5B has 2.8, 4.1, 6.0, 8.9 and 13.1.
+    # Two speeds of drift, so that neighbours choose as alike as a real model's queries do: distinct blocks of 8, 16,
+    # 32, 64 and 128 neighbours are 2.6, 3.9, 6.1, 9.6 and 14.7 K at 32k; Qwen2.5-Coder-1.5B has 2.8, 4.1, 6.0, 8.9 and
+    # 13.1.
     q = drift(total_q, heads_q, dim, 0.999, 1.2, generator, torch.float32)
     q = (q + drift(total_q, heads_q, dim, 0.9, 0.9, generator, torch.float32)).to(dtype)
     k = drift(total_kv, heads_kv, dim, 0.95, 1.0, generator, dtype)

@@ -78,7 +78,7 @@ def test_forward_matches_the_reference(name, dtype, architecture):
     assert torch.isfinite(f.out).all()
     generator = torch.Generator().manual_seed(7)
     for s, (q_len, kv_len) in enumerate(lens):
-        queries = sorted(set(torch.randint(q_len, (24,), generator=generator).tolist() + [0, q_len - 1]))
+        queries = sorted({*torch.randint(q_len, (24,), generator=generator).tolist(), 0, q_len - 1})
         if f.top_k and kv_len >= fk.BLOCK:
             want = fk.reference_reps(f, s)
             assert fk.relative_error(f.rep_rows(s), want) < (3e-3 if dtype == torch.bfloat16 else 4e-4)
@@ -94,27 +94,44 @@ def test_forward_matches_the_reference(name, dtype, architecture):
     f.selection.fill_(-7)
     f.run()
     torch.cuda.synchronize()
-    for a, b in zip(first, (f.out, f.lse, f.selection)):
+    for a, b in zip(first, (f.out, f.lse, f.selection), strict=True):
         assert torch.equal(a, b)
 
 
-@over(architecture=ARCHITECTURES)
-def test_equal_scores_go_to_the_lower_blocks(architecture):
+@over(architecture=ARCHITECTURES, top_k=[9, 16, 40])
+def test_equal_scores_go_to_the_lower_blocks(architecture, top_k):
     LIBRARY.phsa_cuda_set_architecture(architecture)
     lens = [(5000, 5000)]
-    q, k, v, flags = fk.make_inputs(lens, 4, 2, 128, torch.bfloat16)
+    q, k, v, _ = fk.make_inputs(lens, 4, 2, 128, torch.bfloat16)
     k[:] = k[:1]  # every block is the same
-    f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=9)
+    f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=top_k)
     f.run()
     last = f.selection[4999]
-    assert (last == torch.arange(2, 11, device="cuda")).all()
+    assert (last == torch.arange(2, 2 + top_k, device="cuda")).all()
+
+
+@over(architecture=ARCHITECTURES, heads=[(4, 4), (4, 2), (12, 2)])
+def test_of_two_equal_blocks_the_lower_is_chosen_first(architecture, heads):
+    """With an odd K the last place is often contested by two equal blocks."""
+    LIBRARY.phsa_cuda_set_architecture(architecture)
+    lens = [(4096, 4096)]
+    q, k, v, _ = fk.make_inputs(lens, *heads, 128, torch.bfloat16)
+    blocks = k.view(-1, 2, fk.BLOCK, heads[1], 128)
+    blocks[:, 1] = blocks[:, 0]
+    f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=7)
+    f.run()
+    lists = f.selection[1024:]
+    chosen = torch.zeros(*lists.shape[:2], 256, dtype=torch.bool, device="cuda").scatter_(2, lists.long(), True)
+    lower, upper = chosen[..., 0::2], chosen[..., 1::2]
+    assert not (upper & ~lower).any()
+    assert (lower & ~upper).any()
 
 
 @over(architecture=ARCHITECTURES)
 def test_one_sharp_score_is_always_found(architecture):
     LIBRARY.phsa_cuda_set_architecture(architecture)
     lens = [(9000, 9000)]
-    q, k, v, flags = fk.make_inputs(lens, 4, 2, 128, torch.bfloat16)
+    q, k, v, _ = fk.make_inputs(lens, 4, 2, 128, torch.bfloat16)
     k[1600:1616] = 2.5 * q[8999, ::2]  # block 100 answers the last query; all else is near 2^-80 beside it
     f = fk.Forward(LIBRARY, q, k, v, lens, init=16, local=64, top_k=4)
     f.run()
@@ -128,7 +145,7 @@ def test_scores_far_above_the_first_ones_are_weighed_right(architecture, dtype):
     """The reference value of the softmax must follow: in chosen blocks, and in the query's own."""
     LIBRARY.phsa_cuda_set_architecture(architecture)
     lens = [(3000, 3000)]
-    q, k, v, flags = fk.make_inputs(lens, 4, 2, 128, dtype)
+    q, k, v, _ = fk.make_inputs(lens, 4, 2, 128, dtype)
     k[1600:1616] = 2.5 * q[2900, ::2]  # block 100 answers the queries near 2900
     k[2990] = 3.0 * q[2995, ::2]
     f = fk.Forward(LIBRARY, q, k, v, lens, init=16, local=64, top_k=4)

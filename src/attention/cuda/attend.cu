@@ -231,8 +231,10 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, const Tile& tile
   const int warp = thread / 32, lane = thread % 32;
   const float scale2 = shape.scale * kLog2e;
   RowPair rows;
+  uint4 queries[2][kHeadDim / 32];
+  LoadTileRows<T, kHeadDim>(args, tile, warp, lane, rows, queries);
   uint32_t q[kHeadDim / 16][4];
-  LoadTileRows<T, kHeadDim>(args, tile, warp, lane, rows, q);
+  MakeOperand(queries, lane % 4, q);
 
   BandRange range;
   {
@@ -286,8 +288,7 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, const Tile& tile
           StepMma<T, kHeadDim, 1>(stage, at, block, reads, plan.partial, q, o, rows, scale2, lane);
         }
       }
-      __syncwarp();
-      if (lane == 0) BarrierArrive(empty + index * 8);
+      BarrierArrive(empty + index * 8);
       if (++index == kStages) {
         index = 0;
         parity ^= 1;
@@ -318,7 +319,7 @@ __global__ __launch_bounds__(kThreads, 1) void AttendKernel(const __grid_constan
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       BarrierInit(full + i * 8, kProducers);
-      BarrierInit(empty + i * 8, kConsumers / 32);
+      BarrierInit(empty + i * 8, kConsumers);  // every thread for what it read
     }
   }
   __syncthreads();

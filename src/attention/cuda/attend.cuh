@@ -20,6 +20,7 @@ struct AttendArgs {
   int32_t tile_queries;  // kAttendRows / group
   int32_t tiles;
   int32_t words;        // of the bitmap of blocks
+  int32_t head_group;   // heads whose tiles are taken in turn, by the Hopper kernel
   int32_t query_shift;  // threads per query of the tile when lists are read, as a power of two
 };
 
@@ -159,10 +160,11 @@ struct RowPair {
   float max[2], sum[2];
 };
 
-// The rows of a consumer warp and their queries as operands. Rows of no query repeat the last one and are not written.
+// The rows of a consumer warp and their queries, for MakeOperand. Rows of no query repeat the last one and are not
+// written.
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void LoadTileRows(const AttendArgs& args, const Tile& tile, int warp, int lane,
-                                             RowPair& rows, uint32_t (&q)[kHeadDim / 16][4]) {
+                                             RowPair& rows, uint4 (&words)[2][kHeadDim / 32]) {
   const int r = lane / 4, c = lane % 4;
   const T* from[2];
 #pragma unroll
@@ -178,11 +180,7 @@ __device__ __forceinline__ void LoadTileRows(const AttendArgs& args, const Tile&
               (tile.view.q_start + static_cast<int64_t>(tile.q0 + query)) * args.p.q.token_stride +
               (static_cast<int64_t>(tile.head) * args.group + row % args.group) * args.p.q.head_stride;
   }
-#pragma unroll
-  for (int k = 0; k < kHeadDim / 16; ++k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) q[k][i] = *reinterpret_cast<const uint32_t*>(from[i % 2] + k * 16 + 2 * c + i / 2 * 8);
-  }
+  LoadRowWords(from[0], from[1], c, words);
 }
 
 // Own blocks: nothing after the row itself.
@@ -313,16 +311,22 @@ __device__ __forceinline__ void WriteTileRows(const AttendArgs& args, const Tile
     sum += __shfl_xor_sync(~0u, sum, 2);
     const int row = warp * 16 + r + 8 * e;
     const int32_t query = row / args.group;
-    if (query >= tile.queries) continue;
+    const bool writes = query < tile.queries;
     const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
     const int64_t at = tile.view.q_start + static_cast<int64_t>(tile.q0 + query);
     const int64_t head = static_cast<int64_t>(tile.head) * args.group + row % args.group;
-    T* out = static_cast<T*>(args.p.out.data) + at * args.p.out.token_stride + head * args.p.out.head_stride + 2 * c;
+    T* out = static_cast<T*>(args.p.out.data) + at * args.p.out.token_stride + head * args.p.out.head_stride + 8 * c;
 #pragma unroll
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-      *reinterpret_cast<uint32_t*>(out + j * 8) = Convert<T>::Pack(o[j][2 * e] * inverse, o[j][2 * e + 1] * inverse);
+    for (int j = 0; j < kHeadDim / 8; j += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] = Convert<T>::Pack(o[j + i][2 * e] * inverse, o[j + i][2 * e + 1] * inverse);
+      }
+      const uint4 piece = ExchangeWords(make_uint4(words[0], words[1], words[2], words[3]), c);
+      if (writes) *reinterpret_cast<uint4*>(out + j * 8) = piece;
     }
-    if (args.p.lse != nullptr && c == 0) {
+    if (writes && args.p.lse != nullptr && c == 0) {
       args.p.lse[at * args.p.shape.num_q_heads + head] = sum > 0.0f ? (rows.max[e] + log2f(sum)) * kLn2 : -INFINITY;
     }
   }

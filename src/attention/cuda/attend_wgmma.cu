@@ -107,10 +107,12 @@ class Planner {
         thread_(threadIdx.x - kCopiers) {}
 
   __device__ __forceinline__ void Run() {
-    const int32_t items = args_.tiles * args_.p.shape.selection_heads;
+    const int32_t heads = args_.head_group, tiles = args_.tiles;
+    const int32_t items = tiles * args_.p.shape.selection_heads;
     for (int32_t item = blockIdx.x; item < items; item += gridDim.x) {
       Tile tile;
-      if (!FindAttendTile(args_, item % args_.tiles, item / args_.tiles, tile)) continue;
+      const int32_t head = item / (tiles * heads) * heads + item % heads;
+      if (!FindAttendTile(args_, item % (tiles * heads) / heads, head, tile)) continue;
       const int32_t stages = (tile.band + kStageBlocks - 1) / kStageBlocks;
       for (int32_t first = 0; first < stages; first += kSegmentStages) PlanBand(tile, first, stages);
       if (!tile.choose) continue;
@@ -406,18 +408,22 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, Shared& shared, 
   const uint32_t empty_k = OpaqueAddress(shared.empty[0]), empty_v = empty_k + kStages * 8;
   Place<kStages> stage;
   Segments segments(shared);
-  while (segments.Next().stages >= 0) {
-    const Tile tile = segments.Next().tile;
-    RowPair rows;
+  if (segments.Next().stages < 0) return;
+  Tile tile = segments.Next().tile;
+  RowPair rows;
+  uint4 queries[2][kHeadDim / 32];
+  LoadTileRows<T, kHeadDim>(args, tile, warp, lane, rows, queries);
+  for (bool more = true; more;) {
     uint32_t q[kHeadDim / 16][4];
-    LoadTileRows<T, kHeadDim>(args, tile, warp, lane, rows, q);
+    MakeOperand(queries, lane % 4, q);
     float o[kHeadDim / 8][4] = {};
     float s[8][4];
     uint32_t a[kStageBlocks][4];
 
-    // The shuffles tell the compiler that the warp agrees on the address: descriptors then live in uniform registers.
-    const auto issue_scores = [&](int index) {
-      const uint64_t k0 = Descriptor(__shfl_sync(~0u, ring + index * (2 * kTile), 0), 16, 1024);
+    // The shuffle tells the compiler that the warp agrees on the address: descriptors then live in uniform registers.
+    const auto place = [&](int index) { return __shfl_sync(~0u, ring + index * (2 * kTile), 0); };
+    const auto issue_scores = [&](uint32_t at) {
+      const uint64_t k0 = Descriptor(at, 16, 1024);
       WgmmaFence();
 #pragma unroll
       for (int k = 0; k < kHeadDim / 16; ++k) {
@@ -425,8 +431,8 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, Shared& shared, 
       }
       WgmmaCommit();
     };
-    const auto issue_values = [&](int index) {
-      const uint64_t v0 = Descriptor(__shfl_sync(~0u, ring + index * (2 * kTile) + kTile, 0), kPanel, 1024);
+    const auto issue_values = [&](uint32_t at) {
+      const uint64_t v0 = Descriptor(at + kTile, kPanel, 1024);
 #pragma unroll
       for (int n = 0; n < kStageBlocks; ++n) Wgmma<T, true>(o, a[n], DescriptorPlus(v0, n * (kBlock * 128)), 1);
       WgmmaCommit();
@@ -435,9 +441,9 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, Shared& shared, 
       __syncwarp();
       if (lane == 0) BarrierArrive(empty + index * 8);
     };
-    const auto mask_own = [&](const Segment& segment, int32_t at) {
+    const auto mask_own = [&](const Segment& segment, int32_t at, uint32_t flags) {
       Pin(s);
-      if ((segment.flags[at] >> half & kPartial) == 0) return;
+      if ((flags & kPartial) == 0) return;
 #pragma unroll
       for (int n = 0; n < kStageBlocks; ++n) MaskOwnBlock(s, 2 * n, segment.blocks[at][n], rows, lane % 4);
     };
@@ -454,7 +460,7 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, Shared& shared, 
     const auto finish = [&] {
       Pin(o);
       WgmmaFence();
-      issue_values(current);
+      issue_values(place(current));
       WgmmaWait<0>();
       Pin(o);
       pending = false;
@@ -465,11 +471,13 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, Shared& shared, 
       const int32_t stages = segment.stages;
       last = segment.last != 0;
       for (int32_t i = 0; i < stages; ++i, stage.Next()) {
-        const bool wanted = (segment.flags[i] >> half & kWanted) != 0;
+        // What the products need is at hand before the wait: their way is the longest.
+        const uint32_t flags = segment.flags[i] >> half;
         const uint2 masks = segment.masks[i][warp];
+        const uint32_t here = place(stage.index), before = place(current);
         if (++distance >= kStages && pending) finish();
         BarrierWait(full + stage.index * 8, stage.parity);
-        if (!wanted) {
+        if ((flags & kWanted) == 0) {
           release(empty_k, stage.index);
           if (lane == 0) BarrierArrive(empty_v + stage.index * 8);
           continue;
@@ -479,24 +487,24 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, Shared& shared, 
         const auto reads = [&](int n, int e) { return (words[e][n / 2] >> (n % 2 * 16) & 1) != 0; };
         FenceAsyncProxy();
         if (pending) {
-          issue_scores(stage.index);
-          issue_values(current);
+          issue_scores(here);
+          issue_values(before);
           WgmmaWait<1>();
-          mask_own(segment, i);
+          mask_own(segment, i, flags);
           const bool usual = SoftmaxAt(s, reads, rows, scale2);
           WgmmaWaitAfter(usual);
           Pin(o);
           release(empty_v, current);
           // Rare, and for this warp alone: the other three of the half go on.
           if (!usual) {
-            ScoresOfWarp<T, kHeadDim>(ring + stage.index * (2 * kTile), q, s, lane);
-            mask_own(segment, i);
+            ScoresOfWarp<T, kHeadDim>(here, q, s, lane);
+            mask_own(segment, i, flags);
             softmax(reads);
           }
         } else {
-          issue_scores(stage.index);
+          issue_scores(here);
           WgmmaWait<0>();
-          mask_own(segment, i);
+          mask_own(segment, i, flags);
           softmax(reads);
         }
         release(empty_k, stage.index);
@@ -507,8 +515,15 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, Shared& shared, 
         current = stage.index;
       }
     }
+    // The next tile's queries are under way while this one's results are written.
+    more = segments.Next().stages >= 0;
+    const Tile next_tile = more ? segments.Next().tile : tile;
+    RowPair next_rows;
+    LoadTileRows<T, kHeadDim>(args, next_tile, warp, lane, next_rows, queries);
     if (pending) finish();
     WriteTileRows<T, kHeadDim>(args, tile, warp, lane, rows, o);
+    tile = next_tile;
+    rows = next_rows;
   }
 }
 
@@ -547,10 +562,21 @@ __global__ __launch_bounds__(kThreads, 1) void AttendWgmmaKernel(const __grid_co
 #endif
 }
 
+// Tiles of several heads in turn end more evenly; of one head after the other, they read keys that are still in the L2
+// cache. As many heads as about half of it holds.
+int32_t HeadGroup(const ForwardParams& p) {
+  constexpr int64_t kCache = int64_t{36} << 20;
+  const int64_t head_bytes = int64_t{4} * p.batch.max_kv_len * p.batch.num_seqs * p.shape.head_dim;
+  int32_t heads = 1;
+  while (p.shape.selection_heads % (2 * heads) == 0 && 2 * heads * head_bytes <= kCache) heads *= 2;
+  return heads;
+}
+
 template <typename T, int kHeadDim>
 cudaError_t Launch(const ForwardParams& p, cudaStream_t stream) {
-  const AttendArgs args = MakeAttendArgs(p, kPlanners);
+  AttendArgs args = MakeAttendArgs(p, kPlanners);
   if (args.tiles == 0) return cudaSuccess;
+  args.head_group = HeadGroup(p);
   const int shared = SharedBytes(kHeadDim, args.words);
   const auto kernel = AttendWgmmaKernel<T, kHeadDim>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);

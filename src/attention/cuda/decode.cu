@@ -290,41 +290,68 @@ __global__ void __launch_bounds__(kTopKThreads, 1) TopKKernel(const __grid_const
   }
 
   const int group = p.num_q_heads / p.num_kv_heads;
+  const int count = reach.candidates();
+  float* const scores = w.scores + pair * group * w.score_stride + reach.candidate_begin;
+  // Raw scores of four heads and eight candidates a thread at a time: one latency for all. The first do not wait for
+  // the sums.
+  constexpr int kHeads = 4, kAtOnce = 8;
+  float x[kHeads][kAtOnce];
+  const auto load = [&](int base, int h0) {
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      const float* row = scores + static_cast<int64_t>(min(h0 + h, group - 1)) * w.score_stride;
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int i = base + n * kTopKThreads;
+        x[h][n] = i < count ? row[i] : 0;
+      }
+    }
+  };
+  load(tid, 0);
+
   const int parts = (reach.own + kWarpReps - 1) / kWarpReps;
   if (warp < group) {
     const float2* sums = w.sums + (pair * group + warp) * (w.score_stride / kWarpReps);
-    float maximum = -INFINITY;
-    for (int i = lane; i < parts; i += 32) maximum = fmaxf(maximum, sums[i].x);
+    constexpr int kParts = 4;  // in flight per lane
+    float maximum = -INFINITY, sum = 0;
+    for (int base = lane; base < parts; base += 32 * kParts) {
+      float2 part[kParts];
+      float top = maximum;
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      maximum = fmaxf(maximum, __shfl_xor_sync(kFullWarp, maximum, offset));
+      for (int i = 0; i < kParts; ++i) {
+        part[i] = base + 32 * i < parts ? sums[base + 32 * i] : make_float2(-INFINITY, 0);
+        top = fmaxf(top, part[i].x);
+      }
+      sum *= Exp2(maximum - top);
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) sum += part[i].y * Exp2(part[i].x - top);
+      maximum = top;
     }
-    float sum = 0;
-    for (int i = lane; i < parts; i += 32) sum += sums[i].y * Exp2(sums[i].x - maximum);
+    float top = maximum;
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
+    sum *= Exp2(maximum - top);
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-    if (lane == 0) log_sums[warp] = maximum + log2f(sum);
+    if (lane == 0) log_sums[warp] = top + log2f(sum);
   }
   if (tid == 0) taken = 0;
   __syncthreads();
 
-  const int count = reach.candidates();
-  float* const scores = w.scores + pair * group * w.score_stride + reach.candidate_begin;
   // A thread reads back only what it wrote itself. Where shared memory is too small the first head's row takes them.
   uint32_t* const values = count <= kCachedScores ? cached : reinterpret_cast<uint32_t*>(scores);
-  constexpr int kAtOnce = 4;  // loads in flight per thread
   for (int base = tid; base < count; base += kAtOnce * kTopKThreads) {
     float total[kAtOnce] = {};
-#pragma unroll 4
-    for (int h = 0; h < group; ++h) {
-      const float* row = scores + static_cast<int64_t>(h) * w.score_stride;
-      float x[kAtOnce];
+    for (int h0 = 0; h0 < group; h0 += kHeads) {
+      if (base != tid || h0 != 0) load(base, h0);
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) x[n] = base + n * kTopKThreads < count ? row[base + n * kTopKThreads] : 0;
+      for (int h = 0; h < kHeads; ++h) {
+        if (h0 + h >= group) break;
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        x[n] = Exp2(x[n] - log_sums[h]);
-        total[n] = p.group_reduce == PHSA_GROUP_MAX ? fmaxf(total[n], x[n]) : total[n] + x[n];
+        for (int n = 0; n < kAtOnce; ++n) {
+          const float y = Exp2(x[h][n] - log_sums[h0 + h]);
+          total[n] = p.group_reduce == PHSA_GROUP_MAX ? fmaxf(total[n], y) : total[n] + y;
+        }
       }
     }
 #pragma unroll

@@ -62,6 +62,45 @@ __device__ __forceinline__ void LoadMatrixTransposed(uint32_t (&x)[4], uint32_t 
                : "r"(address));
 }
 
+// Rows of words in the layout of products: lane c of four holds words c, 4 + c, … of a row. Four lanes exchange words:
+// lane c gives word i to lane i, and gets its c-th from it. So a lane reads and writes 16 bytes of a row at a time, not
+// four times 4. All lanes of the warp together.
+__device__ __forceinline__ uint4 ExchangeWords(uint4 w, int c) {
+  const bool odd = (c & 1) != 0, high = (c & 2) != 0;
+  const uint32_t x = __shfl_xor_sync(~0u, odd ? w.x : w.y, 1), y = __shfl_xor_sync(~0u, odd ? w.z : w.w, 1);
+  const uint4 v = odd ? make_uint4(x, w.y, y, w.w) : make_uint4(w.x, x, w.z, y);
+  const uint32_t s = __shfl_xor_sync(~0u, high ? v.x : v.z, 2), t = __shfl_xor_sync(~0u, high ? v.y : v.w, 2);
+  return high ? make_uint4(s, t, v.z, v.w) : make_uint4(v.x, v.y, s, t);
+}
+
+// A of products for rows r and r + 8, in the plain order of k; zeros where there is no row. In two steps, so that
+// something else may be done while the rows are under way.
+template <typename T, int kPieces>
+__device__ __forceinline__ void LoadRowWords(const T* row0, const T* row1, int c, uint4 (&words)[2][kPieces]) {
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const T* row = e == 0 ? row0 : row1;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      words[e][i] = row ? *reinterpret_cast<const uint4*>(row + (4 * i + c) * 8) : uint4{};
+    }
+  }
+}
+template <int kPieces>
+__device__ __forceinline__ void MakeOperand(const uint4 (&words)[2][kPieces], int c, uint32_t (&a)[2 * kPieces][4]) {
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const uint4 w = ExchangeWords(words[e][i], c);
+      a[2 * i][e] = w.x;
+      a[2 * i][2 + e] = w.y;
+      a[2 * i + 1][e] = w.z;
+      a[2 * i + 1][2 + e] = w.w;
+    }
+  }
+}
+
 __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }

@@ -5,7 +5,9 @@
 //     representatives, the largest score of a candidate (1/16 of the scores, as fp16 rounded up).
 //  2. Choose: from those maxima, per query, a lower bound of the K-th best group score: the group's score at a set's
 //     best block is at least one head's share of it, so the K-th largest of max_h p_h over the sets is such a bound.
-//     Only sets whose upper bound Σ_h p_h reaches it are scored again, by the warp that owns their 16 rows.
+//     Only sets whose upper bound Σ_h p_h reaches it are scored again, by the warp that owns their 16 rows, with the
+//     next set's representatives under way. Four CTAs a multiprocessor: with five or six, the registers that hold those
+//     spill, and the warps share less of the L1 cache.
 //
 // A unit is 16 rows, the M of one tensor-core product: kPadded heads (the group rounded up to a power of two) × 16 /
 // kPadded queries, row = head · queries + query. A set is 16 neighbouring representatives; the windows of 64 lie in
@@ -21,7 +23,7 @@ namespace {
 constexpr int kWindow = 64;  // representatives per window
 constexpr int kUnits = 16;   // units per tile: four warpgroups
 constexpr int kChooseWarps = 4;
-constexpr int kBins = 256;        // of the histogram of lower bounds: quarters of a power of two, down to 2^-64
+constexpr int kBins = 128;        // of the histogram of lower bounds
 constexpr int kCandidates = 128;  // per query, before the best K are kept; at least 64 + 16
 constexpr float kSlack = 1e-3f;   // log2 units: the two kernels round their products differently
 
@@ -36,11 +38,13 @@ struct SelectArgs {
   ForwardParams p;
   Group group;
   int32_t tile_begin, tile_end;
-  int32_t windows;   // per unit in `maxima`
-  int32_t taken;     // words of one bit per set and unit
-  uint32_t* maxima;  // [unit][windows][32 lanes]: two fp16, rows r and r + 8
-  float* lse2;       // [unit][16], log2 units; +inf in rows of no head
-  bool all;          // score even where the candidates all fit, because the scores are wanted
+  int32_t windows;    // per unit in `maxima`
+  int32_t taken;      // words of one bit per set and unit, a multiple of 4
+  int32_t list_keys;  // what a query's candidates take: room for them, and neighbours begin in other banks
+  uint32_t* maxima;   // [unit][windows][32 lanes]: two fp16, rows r and r + 8; Choose turns them into bounds of groups
+  float* lse2;        // [unit][16], log2 units; +inf in rows of no head
+  uint32_t rep_stride;  // of neighbouring representatives, in elements; 0: on pages
+  bool all;             // score even where the candidates all fit, because the scores are wanted
 };
 
 __device__ __forceinline__ bool NeedsScores(const SelectArgs& args, int32_t b) {
@@ -57,19 +61,6 @@ __device__ __forceinline__ const T* QueryRow(const SelectArgs& args, const Seque
   if (h >= args.group.size || q >= view.q_len) return nullptr;
   return static_cast<const T*>(args.p.q.data) + (view.q_start + static_cast<int64_t>(q)) * args.p.q.token_stride +
          (static_cast<int64_t>(head) * args.group.size + h) * args.p.q.head_stride;
-}
-
-// Fragments of A for rows r and r + 8 in the plain order of k.
-template <typename T, int kHeadDim>
-__device__ __forceinline__ void LoadRows(const T* row0, const T* row1, int c, uint32_t (&a)[kHeadDim / 16][4]) {
-#pragma unroll
-  for (int k = 0; k < kHeadDim / 16; ++k) {
-    const int at = k * 16 + 2 * c;
-    a[k][0] = row0 ? *reinterpret_cast<const uint32_t*>(row0 + at) : 0;
-    a[k][1] = row1 ? *reinterpret_cast<const uint32_t*>(row1 + at) : 0;
-    a[k][2] = row0 ? *reinterpret_cast<const uint32_t*>(row0 + at + 8) : 0;
-    a[k][3] = row1 ? *reinterpret_cast<const uint32_t*>(row1 + at + 8) : 0;
-  }
 }
 
 // What a lane keeps of the two rows it holds: over its own columns only, joined at the end.
@@ -219,7 +210,7 @@ __device__ __forceinline__ void CopyReps(const SelectArgs& args, const SequenceV
   }
 }
 
-// The plain path: 6 warps of 32 rows each, mma.sync.
+// The plain path: 8 warps of 32 rows each, mma.sync.
 constexpr int kPlainThreads = kUnits / 2 * 32;
 
 template <typename T, int kHeadDim>
@@ -252,8 +243,9 @@ __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __gri
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     const int32_t q0 = tile.q0 + (2 * warp + m) * args.group.queries;
-    LoadRows<T, kHeadDim>(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c,
-                          a[m]);
+    uint4 words[2][kHeadDim / 32];
+    LoadRowWords(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c, words);
+    MakeOperand(words, c, a[m]);
     InitRows(args, tile.view, q0, r, rows[m]);
     fast_end = min(fast_end, min(rows[m].end[0], rows[m].end[1]));
   }
@@ -395,8 +387,9 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
     uint32_t a[kHeadDim / 16][4];
     RowPair rows;
     const int32_t q0 = tile.q0 + warp * args.group.queries;
-    LoadRows<T, kHeadDim>(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c,
-                          a);
+    uint4 words[2][kHeadDim / 32];
+    LoadRowWords(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c, words);
+    MakeOperand(words, c, a);
     InitRows(args, tile.view, q0, r, rows);
     const int32_t fast_end = __reduce_min_sync(~0u, min(rows.end[0], rows.end[1]));
     uint32_t* maxima = args.maxima + (tile.unit + warp) * args.windows * 32 + lane;
@@ -521,10 +514,11 @@ __device__ __forceinline__ float PruneUpTo(uint64_t* candidates, int& count, int
   return __uint_as_float(low);
 }
 
-__device__ inline float Prune(uint64_t* candidates, int& count, int keep, float threshold, int lane) {
+// `room`: how many may be left.
+__device__ inline float Prune(uint64_t* candidates, int& count, int keep, int room, float threshold, int lane) {
   threshold = count <= 64 ? PruneUpTo<2>(candidates, count, keep, threshold, lane)
                           : PruneUpTo<kCandidates / 32>(candidates, count, keep, threshold, lane);
-  if (count > kCandidates - 16) {  // near-ties: the exact order decides
+  if (count > room) {  // near-ties: the exact order decides
     KeepBest(candidates, count, keep, lane);
     count = keep;
     threshold = KeyScore(candidates[keep - 1]);
@@ -547,21 +541,126 @@ __device__ __forceinline__ float GroupSum(float x) {
   return x;
 }
 
-constexpr int ChooseShared(int queries) { return kChooseWarps * queries * (kCandidates * 8 + 4); }
+// What is done for all queries of a unit at once: `kLanes` neighbouring lanes have a query.
+template <int kLanes, typename Op>
+__device__ __forceinline__ auto ReduceLanes(auto x, Op&& op) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) x = op(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+
+// Candidates per query, at most, that KeepBestOfAll takes.
+constexpr int kAtOnce = 64;
+
+// One warp keeps the best `keep` candidates of every query that has more. `floor`: what all candidates of the lane's
+// query reach. Returns, per query, a threshold that whatever belongs to its best `keep` reaches.
+template <int kLanes>
+__device__ __forceinline__ float KeepBestOfAll(uint64_t* candidates, int list_keys, int* counts, int keep, float floor,
+                                               int lane) {
+  constexpr int kPer = kAtOnce / kLanes;
+  const int query = lane / kLanes, first = lane % kLanes;
+  uint64_t* list = candidates + query * list_keys;
+  const int count = counts[query];
+  const int rows = (__reduce_max_sync(~0u, count) + kLanes - 1) / kLanes;
+  // Scores are not negative, so their bits are ordered as they are.
+  uint32_t bits[kPer], high = 0;
+#pragma unroll
+  for (int j = 0; j < kPer; ++j) {
+    bits[j] = 0;
+    if (j >= rows) continue;
+    if (j * kLanes + first < count) bits[j] = static_cast<uint32_t>(list[j * kLanes + first] >> 32);
+    high = max(high, bits[j]);
+  }
+  // At least `keep` reach `low`, fewer reach `high`.
+  uint32_t low = __float_as_uint(floor);
+  high = ReduceLanes<kLanes>(high, [](uint32_t x, uint32_t y) { return max(x, y); }) + 1;
+  bool open = count > keep, tied = open;
+  while (__any_sync(~0u, open)) {
+    const uint32_t tried = low + (high - low) / 2;
+    int reach = 0;
+#pragma unroll
+    for (int j = 0; j < kPer / 2; ++j) reach += bits[j] >= tried;
+    if (rows > kPer / 2) {
+#pragma unroll
+      for (int j = kPer / 2; j < kPer; ++j) reach += bits[j] >= tried;
+    }
+    reach = ReduceLanes<kLanes>(reach, [](int x, int y) { return x + y; });
+    if (open) {
+      (reach >= keep ? low : high) = tried;
+      if (reach == keep) tied = false;
+      open = tied && high - low > 1;
+    }
+  }
+  if (!__any_sync(~0u, count > keep)) return floor;
+  // Rows move up, never past one that is still to be read.
+  const bool drops = count > keep && !tied;
+  const uint32_t own_lanes = (kLanes == 32 ? ~0u : (1u << (kLanes % 32)) - 1u) << (query * kLanes % 32);
+  int kept = 0;
+  for (int j = 0; j < rows; ++j) {
+    const int at = j * kLanes + first;
+    const uint64_t key = at < count ? list[at] : 0;
+    const bool stays = at < count && static_cast<uint32_t>(key >> 32) >= low;
+    const uint32_t lanes = __ballot_sync(~0u, stays) & own_lanes;
+    __syncwarp();
+    if (drops && stays) list[kept + __popc(lanes & ((1u << lane) - 1u))] = key;
+    kept += __popc(lanes);
+    __syncwarp();
+  }
+  if (drops && first == 0) counts[query] = keep;
+  // Equal scores at the end of the best: the exact order decides.
+  for (uint32_t left = __ballot_sync(~0u, tied && first == 0); left != 0; left &= left - 1) {
+    const int q = (__ffs(static_cast<int>(left)) - 1) / kLanes;
+    KeepBest(candidates + q * list_keys, counts[q], keep, lane);
+    if (lane == 0) counts[q] = keep;
+  }
+  __syncwarp();
+  return __uint_as_float(low);
+}
+
+// A warp's shared memory: candidates (before them, the histogram), their counts, and which sets are scored.
+struct ChooseShared {
+  int counts, taken, bytes;  // where the latter begin, and the end
+  __host__ __device__ constexpr ChooseShared(int queries, int list_keys, int taken_words)
+      : counts(queries * list_keys * 8 > 32 * (kBins / (32 / queries) + 4) * 4 ? queries * list_keys * 8
+                                                                               : 32 * (kBins / (32 / queries) + 4) * 4),
+        taken(counts + 64),
+        bytes(taken + taken_words * 4) {}
+};
+
+// Two bounds as bf16, rounded up, and what they are compared with, rounded down.
+__device__ __forceinline__ uint32_t PackBounds(float x, float y) {
+  return Convert<bf16>::Pack(x * (1.0f + 0x1p-8f), y * (1.0f + 0x1p-8f));
+}
+__device__ __forceinline__ uint32_t PackThresholds(float x, float y) {
+  return Convert<bf16>::Pack(x * (1.0f - 0x1p-8f), y * (1.0f - 0x1p-8f));
+}
+__device__ __forceinline__ uint32_t Reached(uint32_t bounds, uint32_t thresholds) {
+  return __hge2_mask(reinterpret_cast<const __nv_bfloat162&>(bounds),
+                     reinterpret_cast<const __nv_bfloat162&>(thresholds));
+}
+
+// Bins of lower bounds 2^x: quarters of a power of two down to 2^-16, whole ones down to 2^-80.
+__device__ __forceinline__ uint32_t BinOf(float x) { return __float2uint_rz(fminf(-4.0f * x, 48.0f - x)); }
+__device__ __forceinline__ float BinEnd(int bin) {
+  const float end = static_cast<float>(bin + 1);
+  return fminf(-0.25f * end, 48.0f - end);
+}
 
 // One warp a unit. A lane (r, c) follows the query of its row r; with groups of one, that of row r + 8 as well.
 template <typename T, int kHeadDim, int kPadded>
-__global__ __launch_bounds__(kChooseWarps * 32, 5) void ChooseKernel(const __grid_constant__ SelectArgs args) {
+__global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __grid_constant__ SelectArgs args) {
   constexpr int kQueries = 16 / kPadded;
   constexpr int kFollowed = kPadded == 1 ? 2 : 1;
+  constexpr int kLanes = 32 / kQueries;
   extern __shared__ __align__(1024) uint8_t shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int r = lane / 4, c = lane % 4;
-  uint64_t* candidates = reinterpret_cast<uint64_t*>(shared) + warp * (kQueries * kCandidates);
-  uint32_t* histogram = reinterpret_cast<uint32_t*>(candidates);
-  int* counts = reinterpret_cast<int*>(shared + kChooseWarps * kQueries * kCandidates * 8) + warp * kQueries;
-  uint32_t* taken = reinterpret_cast<uint32_t*>(shared + ChooseShared(kQueries)) + warp * args.taken;
-  static_assert(kBins * sizeof(uint32_t) == kCandidates * sizeof(uint64_t));
+  const int list_keys = args.list_keys;
+  const ChooseShared layout(kQueries, list_keys, args.taken);
+  uint8_t* own_shared = shared + warp * layout.bytes;
+  uint64_t* candidates = reinterpret_cast<uint64_t*>(own_shared);
+  int* counts = reinterpret_cast<int*>(own_shared + layout.counts);
+  uint32_t* taken = reinterpret_cast<uint32_t*>(own_shared + layout.taken);
 
   const Shape& shape = args.p.shape;
   const int32_t index = args.tile_end - 1 - static_cast<int32_t>(blockIdx.x) / (kUnits / kChooseWarps);
@@ -589,10 +688,12 @@ __global__ __launch_bounds__(kChooseWarps * 32, 5) void ChooseKernel(const __gri
     active[f] = q < view.q_len && NeedsScores(args, b);
     any |= active[f];
   }
+  bool all = active[0] && active[kFollowed - 1];
   any = __any_sync(~0u, any);
+  all = __all_sync(~0u, all);
 
   // Lists that need no scores: none below dense_below, all candidates elsewhere.
-  for (int q = 0; q < kQueries && q0 + q < view.q_len; ++q) {
+  for (int q = 0; !all && q < kQueries && q0 + q < view.q_len; ++q) {
     const int32_t b = (view.first_position() + q0 + q) / kBlock;
     if (NeedsScores(args, b)) continue;
     const int32_t count = BelowDense(shape, b) ? 0 : CandidateEnd(shape, b) - init;
@@ -604,64 +705,103 @@ __global__ __launch_bounds__(kChooseWarps * 32, 5) void ChooseKernel(const __gri
   if (!any) return;
 
   const float lse0 = args.lse2[unit * 16 + r], lse1 = args.lse2[unit * 16 + r + 8];
-  const uint32_t* maxima = args.maxima + unit * args.windows * 32 + lane;
   const int32_t last = min(q0 + kQueries, view.q_len) - 1;
   const int32_t end_all = CandidateEnd(shape, (view.first_position() + last) / kBlock);
   const int w_begin = init / kWindow, w_end = (end_all + kWindow - 1) / kWindow;
+  uint32_t* maxima = args.maxima + (unit * args.windows + w_begin) * 32 + lane;
 
-  // Pass 1 over the maxima: the K-th largest lower bound, to a quarter of a power of two.
-  for (int i = lane; i < kQueries * kBins; i += 32) histogram[i] = 0;
+  // Pass 1 over the maxima: the K-th largest lower bound, by bins. A lane's maxima give way to upper bounds of its
+  // query's scores: of two windows a word, or of one window and two queries.
+  constexpr int kBatch = 8;  // windows: one bit a set
+  constexpr int kWords = kFollowed == 1 ? kBatch / 2 : kBatch;
+  constexpr int kChunk = kBins / kLanes;  // bins that a lane will count; padded, so that the lanes' are in other banks
+  uint32_t* histogram = reinterpret_cast<uint32_t*>(own_shared);
+  for (int i = lane; i < 32 * (kChunk + 4) / 4; i += 32) reinterpret_cast<uint4*>(histogram)[i] = uint4{};
   __syncwarp();
   const auto count_bound = [&](int query, float bound, bool owner) {
     // Below the last bin nothing is counted: the threshold is 0 then.
-    const int bin = static_cast<int>(fminf(fmaxf(-bound * 4.0f, 0.0f), 1024.0f));
-    if (owner && bin < kBins) atomicAdd(&histogram[query * kBins + bin], 1u);
+    const uint32_t bin = BinOf(bound);
+    if (owner && bin < kBins) atomicAdd(&histogram[query * (kLanes * (kChunk + 4)) + bin + bin / kChunk * 4], 1u);
   };
-#pragma unroll 4
-  for (int w = w_begin; w < w_end; ++w) {
-    const uint32_t packed = maxima[static_cast<int64_t>(w) * 32];
-    const float2 most = __half22float2(reinterpret_cast<const half2&>(packed));
-    const float x0 = most.x - fabsf(most.x) * 0x1p-9f - kSlack - lse0;
-    const float x1 = most.y - fabsf(most.y) * 0x1p-9f - kSlack - lse1;
-    if constexpr (kPadded == 1) {
-      count_bound(r, x0, active[0]);
-      count_bound(r + 8, x1, active[1]);
-    } else {
-      count_bound(r, GroupMax<kPadded>(fmaxf(x0, x1)), active[0] && r < kQueries);
+  {
+    const auto load = [&](int w0, uint32_t(&packed)[kBatch]) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) packed[i] = w0 + i < w_end - w_begin ? maxima[(w0 + i) * 32] : 0xFC00FC00u;
+    };
+    const float least_lse0 = lse0 - kSlack, least_lse1 = lse1 - kSlack;
+    uint32_t next[kBatch];
+    load(0, next);
+    for (int w0 = 0; w0 < w_end - w_begin; w0 += kBatch) {
+      uint32_t packed[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) packed[i] = next[i];
+      load(w0 + kBatch, next);
+      float upper[kBatch][kFollowed];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const float2 most = __half22float2(reinterpret_cast<const half2&>(packed[i]));
+        const float p0 = Exp2(most.x - least_lse0), p1 = Exp2(most.y - least_lse1);
+        const float x0 = most.x - fabsf(most.x) * 0x1p-9f - kSlack - lse0;
+        const float x1 = most.y - fabsf(most.y) * 0x1p-9f - kSlack - lse1;
+        if constexpr (kPadded == 1) {
+          count_bound(r, x0, active[0]);
+          count_bound(r + 8, x1, active[1]);
+          upper[i][0] = p0;
+          upper[i][1] = p1;
+        } else {
+          count_bound(r, GroupMax<kPadded>(fmaxf(x0, x1)), active[0] && r < kQueries);
+          upper[i][0] = shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) {
+        if constexpr (kFollowed == 1) {
+          if (w0 + 2 * j >= w_end - w_begin) continue;
+          const bool both = w0 + 2 * j + 1 < w_end - w_begin;
+          maxima[(w0 / 2 + j) * 32] = PackBounds(upper[2 * j][0], both ? upper[2 * j + 1][0] : -1.0f);
+        } else {
+          if (w0 + j < w_end - w_begin) maxima[(w0 + j) * 32] = PackBounds(upper[j][0], upper[j][1]);
+        }
+      }
     }
   }
   __syncwarp();
   // Also the bound that half as many sets reach: those are scored first.
-  float threshold[kFollowed] = {}, first_threshold[kFollowed] = {};
-  for (int q = 0; q < kQueries; ++q) {
-    uint32_t bins[8], sum = 0;
+  float threshold[kFollowed], first_threshold[kFollowed];
+  {
+    const uint4* own = reinterpret_cast<const uint4*>(histogram + lane * (kChunk + 4));
+    uint32_t sum = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum += bins[i] = histogram[q * kBins + lane * 8 + i];
-    uint32_t before = sum;
+    for (int i = 0; i < kChunk / 4; ++i) sum += own[i].x + own[i].y + own[i].z + own[i].w;
+    uint32_t total = sum;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const uint32_t x = __shfl_up_sync(~0u, before, step);
-      if (lane >= step) before += x;
+    for (int step = 1; step < kLanes; step *= 2) {
+      const uint32_t x = __shfl_up_sync(~0u, total, step, kLanes);
+      if (lane % kLanes >= step) total += x;
     }
-    before -= sum;
-    int bin = kBins, first_bin = kBins;
-    uint32_t total = before;
+    total -= sum;
+    // The bins up to which fewer bounds lie than wanted.
+    int bin = 0, first_bin = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      total += bins[i];
-      if (bin == kBins && total >= static_cast<uint32_t>(top_k)) bin = lane * 8 + i;
-      if (first_bin == kBins && total >= static_cast<uint32_t>((top_k + 1) / 2)) first_bin = lane * 8 + i;
+    for (int i = 0; i < kChunk; ++i) {
+      const uint4 four = own[i / 4];
+      total += i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
+      bin += total < static_cast<uint32_t>(top_k);
+      first_bin += total < static_cast<uint32_t>((top_k + 1) / 2);
     }
-    bin = __reduce_min_sync(~0u, bin);
-    first_bin = __reduce_min_sync(~0u, first_bin);
-    const float found = bin < kBins ? Exp2(-0.25f * (bin + 1)) : 0.0f;
-    const float first_found = first_bin < kBins ? Exp2(-0.25f * (first_bin + 1)) : 0.0f;
+    const auto add = [](int x, int y) { return x + y; };
+    bin = ReduceLanes<kLanes>(bin, add);
+    first_bin = ReduceLanes<kLanes>(first_bin, add);
+    const float found = bin < kBins ? Exp2(BinEnd(bin)) : 0.0f;
+    const float first_found = first_bin < kBins ? Exp2(BinEnd(first_bin)) : 0.0f;
+    // Lanes that follow no query have thresholds that nothing reaches.
 #pragma unroll
     for (int f = 0; f < kFollowed; ++f) {
-      if ((r + 8 * f) % kQueries == q) {
-        threshold[f] = found;
-        first_threshold[f] = first_found;
-      }
+      const int from = (r + 8 * f) % kQueries * kLanes;
+      const bool follows = active[f] && r + 8 * f < kQueries;
+      const float x = __shfl_sync(~0u, found, from), y = __shfl_sync(~0u, first_found, from);
+      threshold[f] = follows ? x : INFINITY;
+      first_threshold[f] = follows ? y : INFINITY;
     }
   }
   __syncwarp();
@@ -682,90 +822,129 @@ __global__ __launch_bounds__(kChooseWarps * 32, 5) void ChooseKernel(const __gri
   }
   const float scale2 = shape.scale * kLog2e;
   const T* reps = static_cast<const T*>(args.p.reps.data) + head / args.group.kv_div * args.p.reps.head_stride + c * 8;
-  const bool paged = args.p.batch.page_size != 0;
-  const int64_t rep_stride = args.p.reps.token_stride;
-  if (!paged) reps += args.p.batch.rep_starts[view.seq] * args.p.reps.token_stride;
+  // Rows at a fixed stride, as they mostly are, cost one multiplication.
+  const uint32_t stride = args.rep_stride;
+  if (stride != 0) reps += args.p.batch.rep_starts[view.seq] * args.p.reps.token_stride;
 
   // Pass 2: score the sets that may hold one of a query's best K. Two sweeps: the first takes the sets of the best
   // bounds, which hold most of the best K, so that the second finds a threshold near the K-th score and leaves most of
-  // the others out. Idle queries have thresholds that nothing reaches.
+  // the others out.
   int32_t end_first = end_all;
 #pragma unroll
   for (int f = 0; f < kFollowed; ++f) {
-    if (active[f]) {
-      end_first = min(end_first, end[f]);
-    } else {
-      threshold[f] = first_threshold[f] = INFINITY;
-    }
+    if (active[f]) end_first = min(end_first, end[f]);
   }
   end_first = __reduce_min_sync(~0u, end_first);
-  const int room = min(kCandidates - 16, max(3 * top_k, 48));
-  const float least_lse0 = lse0 - kSlack, least_lse1 = lse1 - kSlack;
+  const int room = list_keys - 2 - 16;
+  const auto raise = [&](int f, float worst) {
+    if (threshold[f] < INFINITY) threshold[f] = fmaxf(threshold[f], worst);
+  };
   const auto prune = [&](int q) {
     int kept = counts[q];
     const float known = __shfl_sync(~0u, q < 8 ? threshold[0] : threshold[kFollowed - 1], q % 8 * 4);
-    const float worst = Prune(candidates + q * kCandidates, kept, top_k, known, lane);
+    const float worst = Prune(candidates + q * list_keys, kept, top_k, room, known, lane);
 #pragma unroll
     for (int f = 0; f < kFollowed; ++f) {
-      if ((r + 8 * f) % kQueries == q && active[f]) threshold[f] = fmaxf(threshold[f], worst);
+      if (r + 8 * f == q) raise(f, worst);
     }
     if (lane == 0) counts[q] = kept;
     __syncwarp();
   };
-  // The sum of bounds may round below the bound of the sum: hence the factor.
-  const auto reach = [&](float(&least)[kFollowed], float p0, float p1) {
-    if constexpr (kPadded == 1) return p0 >= least[0] || p1 >= least[kFollowed - 1];
-    return (shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1)) * (1.0f + 0x1p-20f) >=
-           least[0];
+  const auto most_candidates = [&] { return __reduce_max_sync(~0u, counts[lane % kQueries]); };
+  // The best K of every query, and thresholds that follow; where there are too many, fewer candidates.
+  const auto keep_best = [&] {
+    if (most_candidates() > kAtOnce) {
+      for (int q = 0; q < kQueries; ++q) {
+        if (counts[q] > top_k) prune(q);
+      }
+      if (most_candidates() > kAtOnce) return;
+    }
+    const int own = lane / kLanes;
+    float floor = __shfl_sync(~0u, threshold[0], own % 8 * 4);
+    if constexpr (kFollowed == 2) {
+      const float second = __shfl_sync(~0u, threshold[1], own % 8 * 4);
+      if (own >= 8) floor = second;
+    }
+    const float worst = KeepBestOfAll<kLanes>(candidates, list_keys, counts, top_k, floor, lane);
+#pragma unroll
+    for (int f = 0; f < kFollowed; ++f) raise(f, __shfl_sync(~0u, worst, (r + 8 * f) % kQueries * kLanes));
   };
-  constexpr int kBatch = 8;  // windows: one bit a set
 #pragma unroll 1
   for (int sweep = 0; sweep < 2; ++sweep) {
-    for (int w0 = w_begin; w0 < w_end; w0 += kBatch) {
-      uint32_t packed[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i)
-        packed[i] = w0 + i < w_end ? maxima[static_cast<int64_t>(w0 + i) * 32] : 0xFC00FC00u;
+    for (int w0 = 0; w0 < w_end - w_begin; w0 += kBatch) {
+      const uint32_t least = sweep == 0 ? PackThresholds(first_threshold[0], first_threshold[kFollowed - 1])
+                                        : PackThresholds(threshold[0], threshold[kFollowed - 1]);
+      uint32_t bounds[kWords];
+      // Bit of window i and set c: 16 (i % 2) + 4 (i / 2) + c.
       uint32_t sets = 0;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const float2 most = __half22float2(reinterpret_cast<const half2&>(packed[i]));
-        const float p0 = Exp2(most.x - least_lse0), p1 = Exp2(most.y - least_lse1);
-        if (reach(sweep == 0 ? first_threshold : threshold, p0, p1)) sets |= 1u << (4 * i);
+      for (int j = 0; j < kWords; ++j) {
+        const int at = kFollowed == 1 ? w0 / 2 + j : w0 + j;
+        const bool there = (kFollowed == 1 ? w0 + 2 * j : w0 + j) < w_end - w_begin;
+        bounds[j] = there ? maxima[at * 32] : 0xBF80BF80u;  // -1
+      }
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) {
+        const uint32_t reached = Reached(bounds[j], least);
+        if constexpr (kFollowed == 1) {
+          sets |= reached & (0x00010001u << (4 * j));
+        } else {
+          sets |= reached != 0 ? 1u << (j % 2 * 16 + j / 2 * 4) : 0u;
+        }
       }
       sets = __reduce_or_sync(~0u, sets << c);
       if (sweep == 0) {
-        if (lane == 0) taken[(w0 - w_begin) / kBatch] = sets;
+        if (lane == 0) taken[w0 / kBatch] = sets;
       } else {
-        sets &= ~taken[(w0 - w_begin) / kBatch];
+        sets &= ~taken[w0 / kBatch];
       }
-      while (sets != 0) {
-        const int bit = __ffs(static_cast<int>(sets)) - 1;
-        sets &= sets - 1;
-        const int32_t first = (w0 + bit / 4) * kWindow + 16 * (bit % 4);
-        uint4 b[2][kLoads];
+      if (sets == 0) continue;
+      uint4 b[2][kLoads];
+      const auto first_of = [&](uint32_t some) {
+        const int bit = __ffs(static_cast<int>(some)) - 1;
+        return (w_begin + w0) * kWindow + (bit & 12) * (2 * kWindow / 4) + (bit >> 4) * kWindow + (bit & 3) * 16;
+      };
+      const auto load = [&](int32_t first) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int32_t t = min(first + 8 * i + r, end_all - 1);
-          const T* rep = reps + (paged ? RepOffset(args.p.batch, args.p.reps, view.seq, t) : t * rep_stride);
+          const T* rep = reps;
+          if (stride != 0) {
+            rep += static_cast<uint64_t>(static_cast<uint32_t>(t)) * stride;
+          } else {
+            rep += RepOffset(args.p.batch, args.p.reps, view.seq, t);
+          }
 #pragma unroll
           for (int k = 0; k < kLoads; ++k) b[i][k] = *reinterpret_cast<const uint4*>(rep + k * 32);
+        }
+      };
+      int32_t first = first_of(sets);
+      load(first);
+      while (true) {
+        float acc[2][4] = {}, more[2][4] = {};  // two sums: half the latency
+#pragma unroll
+        for (int k = 0; k < kLoads; ++k) {
+          const uint32_t even[4] = {a0[k].x, a1[k].x, a0[k].y, a1[k].y};
+          const uint32_t odd[4] = {a0[k].z, a1[k].z, a0[k].w, a1[k].w};
+#pragma unroll
+          for (int i = 0; i < 2; ++i) Mma<T>(acc[i], even, b[i][k].x, b[i][k].y);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) Mma<T>(more[i], odd, b[i][k].z, b[i][k].w);
+        }
+        // The next set's representatives are under way while this one's scores are looked at.
+        const int32_t scored = first;
+        sets &= sets - 1;
+        if (sets != 0) {
+          first = first_of(sets);
+          load(first);
         }
         float score[kFollowed][4];  // [followed query][8-block half · 2 + column]
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          float acc[4] = {}, more[4] = {};  // two sums: half the latency
-#pragma unroll
-          for (int k = 0; k < kLoads; ++k) {
-            const uint32_t even[4] = {a0[k].x, a1[k].x, a0[k].y, a1[k].y};
-            const uint32_t odd[4] = {a0[k].z, a1[k].z, a0[k].w, a1[k].w};
-            Mma<T>(acc, even, b[i][k].x, b[i][k].y);
-            Mma<T>(more, odd, b[i][k].z, b[i][k].w);
-          }
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            const float p0 = Exp2(fmaf(acc[j] + more[j], scale2, -lse0));
-            const float p1 = Exp2(fmaf(acc[2 + j] + more[2 + j], scale2, -lse1));
+            const float p0 = Exp2(fmaf(acc[i][j] + more[i][j], scale2, -lse0));
+            const float p1 = Exp2(fmaf(acc[i][2 + j] + more[i][2 + j], scale2, -lse1));
             if constexpr (kPadded == 1) {
               score[0][2 * i + j] = p0;
               score[kFollowed - 1][2 * i + j] = p1;
@@ -774,61 +953,98 @@ __global__ __launch_bounds__(kChooseWarps * 32, 5) void ChooseKernel(const __gri
             }
           }
         }
-        const bool inside = first >= init && first + 16 <= end_first;
+        if (scored < init || scored + 16 > end_first) {
+#pragma unroll
+          for (int f = 0; f < kFollowed; ++f) {
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+              const int32_t t = scored + m / 2 * 8 + 2 * c + m % 2;
+              if (t < init || t >= end[f]) score[f][m] = -1.0f;
+            }
+          }
+        }
         uint32_t found = 0;
 #pragma unroll
         for (int f = 0; f < kFollowed; ++f) {
-          if (r >= kQueries) continue;
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
-            const int32_t t = first + m / 2 * 8 + 2 * c + m % 2;
-            if (score[f][m] >= threshold[f] && (inside || (t >= init && t < end[f]))) found |= 1u << (4 * f + m);
+            if (score[f][m] >= threshold[f]) found |= 1u << (4 * f + m);
           }
         }
-        if (!__any_sync(~0u, found != 0)) continue;
+        if (__any_sync(~0u, found != 0)) {
+          uint32_t full[kFollowed];
 #pragma unroll
-        for (int f = 0; f < kFollowed; ++f) {
-          const uint32_t own = found >> (4 * f) & 15u;
-          if (own == 0) continue;
-          const int query = r + 8 * f;
-          int at = query * kCandidates + atomicAdd(&counts[query], __popc(own));
+          for (int f = 0; f < kFollowed; ++f) {
+            const uint32_t own = found >> (4 * f) & 15u;
+            bool over = false;
+            if (own != 0) {
+              const int query = r + 8 * f;
+              const int at = atomicAdd(&counts[query], __popc(own));
+              over = at + __popc(own) > room;
+              uint64_t* to = candidates + query * list_keys + at;
 #pragma unroll
-          for (int m = 0; m < 4; ++m) {
-            if (own >> m & 1) candidates[at++] = CandidateKey(score[f][m], first + m / 2 * 8 + 2 * c + m % 2);
+              for (int m = 0; m < 4; ++m) {
+                if (own >> m & 1) *to++ = CandidateKey(score[f][m], scored + m / 2 * 8 + 2 * c + m % 2);
+              }
+            }
+            full[f] = __ballot_sync(~0u, over);
+          }
+          __syncwarp();
+          // A set adds at most 16 candidates to a query: make room where the next one might not fit.
+#pragma unroll
+          for (int f = 0; f < kFollowed; ++f) {
+            for (; full[f] != 0; full[f] &= full[f] - 1) {
+              const int q = (__ffs(static_cast<int>(full[f])) - 1) / 4 + 8 * f;
+              if (counts[q] > room) prune(q);
+            }
           }
         }
-        __syncwarp();
-        // A set adds at most 16 candidates to a query: make room where the next one might not fit.
-        uint32_t full = __ballot_sync(~0u, lane < kQueries && counts[lane % kQueries] > room);
-        for (; full != 0; full &= full - 1) prune(__ffs(static_cast<int>(full)) - 1);
+        if (sets == 0) break;
       }
     }
     __syncwarp();
-    if (sweep == 0) {
-      uint32_t full = __ballot_sync(~0u, lane < kQueries && counts[lane % kQueries] > top_k);
-      for (; full != 0; full &= full - 1) prune(__ffs(static_cast<int>(full)) - 1);
-    }
+    if (sweep == 0) keep_best();
   }
 
   // The best K, ascending.
-  for (int q = 0; q < kQueries && q0 + q < view.q_len; ++q) {
-    if (!NeedsScores(args, (view.first_position() + q0 + q) / kBlock)) continue;
-    uint64_t* list = candidates + q * kCandidates;
-    const int count = min(counts[q], top_k);
-    if (counts[q] > top_k) KeepBest(list, counts[q], top_k, lane);
-    const int64_t out = list0 + q * list_stride;
+  keep_best();
+  if (most_candidates() > top_k) {  // rare: more than KeepBestOfAll takes
+    for (int q = 0; q < kQueries; ++q) {
+      if (counts[q] <= top_k) continue;
+      KeepBest(candidates + q * list_keys, counts[q], top_k, lane);
+      if (lane == 0) counts[q] = top_k;
+      __syncwarp();
+    }
+  }
+  const int query = lane / kLanes;
+  const bool writes = q0 + query < view.q_len && NeedsScores(args, (view.first_position() + q0 + query) / kBlock);
+  const uint64_t* list = candidates + query * list_keys;
+  const int count = writes ? counts[query] : 0;
+  int32_t* selection = args.p.selection + list0 + query * list_stride;
+  constexpr int kMine = 4;
+  for (int base = lane % kLanes; base < top_k; base += kMine * kLanes) {
+    uint32_t mine[kMine];
+    int place[kMine] = {};
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int at = j * 32 + lane;
+    for (int j = 0; j < kMine; ++j) {
+      const int at = base + j * kLanes;
+      mine[j] = at < count ? static_cast<uint32_t>(list[at]) : 0;  // the lower block has the larger word
+    }
+    for (int i = 0; i < count; ++i) {
+      const uint32_t other = static_cast<uint32_t>(list[i]);
+#pragma unroll
+      for (int j = 0; j < kMine; ++j) place[j] += other > mine[j];
+    }
+    if (!writes) continue;
+#pragma unroll
+    for (int j = 0; j < kMine; ++j) {
+      const int at = base + j * kLanes;
       if (at >= top_k) continue;
-      int place = at;
-      if (at < count) {
-        place = 0;
-        const uint64_t key = list[at];
-        for (int i = 0; i < count; ++i) place += KeyBlock(list[i]) < KeyBlock(key);
+      const int to = at < count ? place[j] : at;
+      selection[to] = at < count ? KeyBlock(list[at]) : -1;
+      if (args.p.selection_scores) {
+        args.p.selection_scores[list0 + query * list_stride + to] = at < count ? KeyScore(list[at]) : 0.0f;
       }
-      args.p.selection[out + place] = at < count ? KeyBlock(list[at]) : -1;
-      if (args.p.selection_scores) args.p.selection_scores[out + place] = at < count ? KeyScore(list[at]) : 0.0f;
     }
   }
 }
@@ -860,8 +1076,7 @@ int32_t ChunkTiles(const Shape& shape, const Batch& batch) {
 
 template <typename T, int kHeadDim, int kPadded>
 cudaError_t LaunchChoose(const SelectArgs& args, cudaStream_t stream) {
-  constexpr int kQueries = 16 / kPadded;
-  const int bytes = ChooseShared(kQueries) + kChooseWarps * args.taken * 4;
+  const int bytes = kChooseWarps * ChooseShared(16 / kPadded, args.list_keys, args.taken).bytes;
   if (bytes > 48 * 1024) {
     const cudaError_t error =
         cudaFuncSetAttribute(ChooseKernel<T, kHeadDim, kPadded>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -886,7 +1101,10 @@ cudaError_t Launch(const ForwardParams& p, cudaStream_t stream) {
   args.p = p;
   args.group = MakeGroup(p.shape);
   args.windows = Windows(p.batch);
-  args.taken = (args.windows + 7) / 8;
+  args.taken = (args.windows + 31) / 32 * 4;
+  const bool strided = p.batch.page_size == 0 && p.reps.token_stride < int64_t{1} << 31;
+  args.rep_stride = strided ? static_cast<uint32_t>(p.reps.token_stride) : 0;
+  args.list_keys = (p.shape.top_k <= 16 ? kAtOnce : kCandidates) + 2;
   args.all = p.selection_scores != nullptr;
   const int32_t tiles = MaxTiles(p.batch, kUnits * args.group.queries);
   const int32_t chunk = ChunkTiles(p.shape, p.batch);
