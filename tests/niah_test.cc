@@ -22,14 +22,9 @@
 namespace phsa {
 namespace {
 
-const std::vector<NiahTask>& AllTasks() {
-  static const std::vector<NiahTask> tasks = [] {
-    std::vector<NiahTask> all;
-    for (int i = 0; i < kNumNiahTasks; ++i) all.push_back(static_cast<NiahTask>(i));
-    return all;
-  }();
-  return tasks;
-}
+constexpr NiahTask kAllTasks[] = {NiahTask::kSingle1,    NiahTask::kSingle2,   NiahTask::kSingle3,
+                                  NiahTask::kMultikey1,  NiahTask::kMultikey2, NiahTask::kMultikey3,
+                                  NiahTask::kMultivalue, NiahTask::kMultiquery};
 
 std::string Utf8(uint32_t code) {
   if (code < 0x80) return std::string(1, static_cast<char>(code));
@@ -48,7 +43,7 @@ Tokenizer SmallTokenizer() {
   }
   for (const auto& [left, right] : std::vector<std::pair<std::string, std::string>>{
            {"t", "h"}, {"th", "e"}, {"i", "n"}, {"a", "n"}, {"an", "d"}, {"Ġ", "the"}, {".", "\""}, {"Ġ", "\""}}) {
-    vocabulary.merges.push_back(left + " " + right);
+    vocabulary.merges.push_back(fmt::format("{} {}", left, right));
     vocabulary.tokens.push_back(left + right);
   }
   vocabulary.token_types.assign(vocabulary.tokens.size(), 1);
@@ -154,7 +149,7 @@ TEST(NiahHaystack, EmptyTextIsRefused) {
 
 TEST(NiahTask, NamesAreRulersAndOthersAreRefusedWithTheList) {
   std::vector<std::string> names;
-  for (const NiahTask task : AllTasks()) {
+  for (const NiahTask task : kAllTasks) {
     names.emplace_back(Name(task));
     EXPECT_EQ(NiahTaskFromName(Name(task)), task);
   }
@@ -224,7 +219,7 @@ TEST(NiahPrompt, LengthIsKeptToASentence) {
     NiahPromptOptions options;
     options.language = language;
     const NiahPrompts prompts = Prompts(options);
-    for (const NiahTask task : AllTasks()) {
+    for (const NiahTask task : kAllTasks) {
       for (const int32_t length : {2000, 4096, 12345}) {
         for (const int32_t index : {0, 1, 2}) {
           const NiahSample sample = prompts.Build(task, length, index);
@@ -470,7 +465,7 @@ TEST(NiahRecords, AFileGivesBackWhatWasWritten) {
   const NiahFile file = ReadNiahFile(path);
   NiahRecords records;
   for (const NiahRecord& record : file.records) records.Add(record, "a");
-  EXPECT_EQ(file.header["model"], "small");
+  EXPECT_EQ((*file.header)["model"], "small");
   ASSERT_EQ(records.all().size(), 2u);
   const NiahRecord& first = records.all()[0];
   EXPECT_EQ(first.attention, phsa);

@@ -79,7 +79,7 @@ void ReadShard(const std::string& text, NiahPlan& plan) {
 // Policies, lambdas and K for one length: each length has its own preset, whatever else the run measures.
 std::vector<LayerSettings> Attentions(const NiahFlags& flags, const ModelConfig& config, int32_t length) {
   std::vector<LayerSettings> all;
-  const auto add = [&](AttentionFlags one) {
+  const auto add = [&](const AttentionFlags& one) {
     for (const LayerSettings& settings : AttentionSettings(one, config, length)) {
       LayerSettings canonical = Canonical(settings);
       if (std::find(all.begin(), all.end(), canonical) == all.end()) all.push_back(std::move(canonical));
@@ -141,9 +141,9 @@ void Merge(const NiahFlags& flags) {
   std::optional<NiahHeader> header;
   for (const std::string& path : flags.merge) {
     NiahFile file = ReadNiahFile(path);
-    if (file.whole_bytes == 0) ThrowInvalid("{}: there are no samples in it", path);
-    if (header) CheckSameHeader(*header, flags.merge.front(), file.header, path);
-    header = file.header;
+    if (!file.header) ThrowInvalid("{}: there are no samples in it", path);
+    if (header) CheckSameHeader(*header, flags.merge.front(), *file.header, path);
+    header = std::move(file.header);
     for (NiahRecord& record : file.records) records.Add(std::move(record), path);
   }
   if (records.all().empty()) ThrowInvalid("niah: there are no samples in {}", flags.merge.front());

@@ -197,12 +197,12 @@ NiahWriter::NiahWriter(const std::filesystem::path& path, const NiahHeader& head
     NiahHeader ours = {{"format", kFormat}};
     ours.update(header);
     NiahFile known = ReadNiahFile(path);
-    if (known.whole_bytes > 0) CheckSameHeader(known.header, path_, ours, "this run");
+    if (known.header) CheckSameHeader(*known.header, path_, ours, "this run");
     for (NiahRecord& record : known.records) records.Add(std::move(record), path_);
     if (ftruncate(file_, static_cast<off_t>(known.whole_bytes)) != 0) {
       Throw(PHSA_IO, "{}: {}", path_, std::strerror(errno));
     }
-    if (known.whole_bytes == 0) Write(Dump(ours));
+    if (!known.header) Write(Dump(ours));
   } catch (...) {
     close(file_);
     throw;

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -50,9 +51,9 @@ class NiahRecords {
 };
 
 struct NiahFile {
-  NiahHeader header;
+  std::optional<NiahHeader> header;  // none: its line is not whole yet
   std::vector<NiahRecord> records;
-  size_t whole_bytes = 0;  // up to the end of the last whole line; 0: there is not even a header
+  size_t whole_bytes = 0;  // up to the end of the last whole line
 };
 // A last line without its end, as a killed process leaves it, is dropped.
 NiahFile ReadNiahFile(const std::filesystem::path& path);
