@@ -278,6 +278,7 @@ TEST_F(Cache, ANewFileAppearsWholeOrNotAtAll) {
   EXPECT_EQ(FileText(file), "after");
   EXPECT_THROW(NewFile(folder / "none" / "file"), Error);
   EXPECT_THROW(NewFile{folder}, Error);
+  EXPECT_THROW(NewFile{"/dev/null"}, Error);
   if (fs::exists("/dev/full")) {
     // A full disk: the device takes nothing.
     fs::create_symlink("/dev/full", folder / ("full." + std::to_string(getpid()) + ".part"));

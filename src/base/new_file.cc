@@ -12,7 +12,10 @@ namespace phsa {
 
 NewFile::NewFile(const std::filesystem::path& path)
     : path_(path.string()), temporary_(fmt::format("{}.{}.part", path_, getpid())) {
-  if (std::filesystem::is_directory(path)) ThrowInvalid("{}: a folder is there; give the name of a file", path_);
+  // A rename would replace a folder's or a device's name, too.
+  if (std::filesystem::exists(path) && !std::filesystem::is_regular_file(path)) {
+    ThrowInvalid("{}: is a folder or a device; give the name of a file", path_);
+  }
   descriptor_ = open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (descriptor_ < 0) Fail();
 }

@@ -1,7 +1,7 @@
 // `phsa inspect`: which blocks of a text the attention read.
 #include "eval/inspect.h"
 
-#include <filesystem>
+#include <optional>
 
 #include "base/errors.h"
 #include "base/new_file.h"
@@ -52,18 +52,10 @@ LayerSettings Attention(const InspectFlags& flags, const ModelConfig& config, in
   return all.front();
 }
 
-// Opened before any work: a wrong path is not told after minutes of reading.
-std::unique_ptr<NewFile> OpenPage(const std::string& path) {
-  if (path.empty()) return nullptr;
-  // The page takes the place of what is there, which must not be /dev/null.
-  if (std::filesystem::exists(path) && !std::filesystem::is_regular_file(path)) {
-    ThrowInvalid("inspect: --html {}: is a folder or a device; give the name of a file", path);
-  }
-  return std::make_unique<NewFile>(path);
-}
-
 void RunInspect(const InspectFlags& flags) {
-  const std::unique_ptr<NewFile> page = OpenPage(flags.html);
+  // Opened before any work: a wrong path is not told after minutes of reading.
+  std::optional<NewFile> page;
+  if (!flags.html.empty()) page.emplace(flags.html);
   std::unique_ptr<ModelSource> source = OpenModel(flags.model.model);
   Tokenizer tokenizer = LoadTokenizer(*source);
   const std::vector<int32_t> prompt = PromptTokens(flags.prompt, *source, tokenizer);
@@ -93,7 +85,7 @@ void RunInspect(const InspectFlags& flags) {
   const Inspection inspection = Inspect(*engine, prompt, flags.last, options, PrefillCallbacks(bar));
   bar.Clear();
   ThrowIfInterrupted();
-  if (page != nullptr) {
+  if (page) {
     page->Write(InspectionHtml(inspection));
     page->Keep();
   }
@@ -102,7 +94,13 @@ void RunInspect(const InspectFlags& flags) {
   fmt::print(stderr, "{} prompt tokens in {}; {} tokens of answer in {}; peak memory {}\n", result.prompt_tokens,
              DurationInWords(result.prefill_seconds), result.tokens.size(), DurationInWords(result.decode_seconds),
              BytesInWords(PeakMemoryBytes()));
-  if (page != nullptr) fmt::print(stderr, "{}: open it in a browser\n", flags.html);
+  if (const TokensRead read = inspection.Read(); read.read == read.dense) {
+    fmt::print(
+        stderr,
+        "nothing was left out: the text has no more candidates than K, or lies below dense_below; a longer text or "
+        "a smaller -K, --init and --local leave a choice\n");
+  }
+  if (page) fmt::print(stderr, "{}: open it in a browser\n", flags.html);
 }
 
 }  // namespace

@@ -57,7 +57,7 @@ namespace {
 constexpr size_t kMaxConfigBytes = size_t{16} << 20;
 // Query positions from which PHSA was measured to be faster than dense attention (docs/engine.md). auto reads densely
 // below, unless the settings say themselves where.
-constexpr int32_t kCrossover = 2048;
+constexpr int32_t kCrossover = 1024;
 
 LayerSettings CarriedSettings(const std::string& json, bool is_auto) {
   LayerSettings settings = SettingsFromJson(json);

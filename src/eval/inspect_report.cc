@@ -98,11 +98,14 @@ void AddTable(const Inspection& inspection, const QueryChoice& query, std::strin
         blocks += fmt::format("{}{}: {:.3f}", i > 0 ? "  " : "", head.blocks[order[i]], head.scores[order[i]]);
       }
       if (order.size() > kBestBlocks) blocks += fmt::format("  +{}", order.size() - kBestBlocks);
-      if (order.empty()) blocks = choice.blocks.reads_all ? "reads everything" : "none";
-      const std::string text =
-          order.empty() ? "" : Line(BlockText(inspection, head.blocks[order[0]], choice.blocks.block_size), kSnippet);
-      fmt::format_to(std::back_inserter(*out), "{:>5} {:>4}  {:>6.3f}  {:>6.3f}  {:<46}  {}\n", layer, h, Recall(head),
-                     *std::min_element(head.recall.begin(), head.recall.end()), blocks, text);
+      fmt::format_to(std::back_inserter(*out), "{:>5} {:>4}  {:>6.3f}  {:>6.3f}  ", layer, h, Recall(head),
+                     *std::min_element(head.recall.begin(), head.recall.end()));
+      if (order.empty()) {
+        *out += choice.blocks.reads_all ? "reads everything\n" : "none\n";
+        continue;
+      }
+      const std::string text = BlockText(inspection, head.blocks[order[0]], choice.blocks.block_size);
+      fmt::format_to(std::back_inserter(*out), "{:<46}  {}\n", blocks, Line(text, kSnippet));
     }
   }
 }

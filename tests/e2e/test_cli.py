@@ -103,7 +103,18 @@ def test_a_tiny_model_runs_through_every_command(tiny, tmp_path):
 def test_help_names_every_command():
     done = run_phsa("--help")
     assert done.returncode == 0
-    for command in ("run", "chat", "bench", "perplexity", "punctuation", "tokenize", "info", "models"):
+    for command in (
+        "run",
+        "chat",
+        "bench",
+        "perplexity",
+        "punctuation",
+        "inspect",
+        "niah",
+        "tokenize",
+        "info",
+        "models",
+    ):
         assert command in done.stdout
         assert run_phsa(command, "--help").returncode == 0
 
