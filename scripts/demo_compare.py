@@ -58,7 +58,7 @@ def main() -> None:
         print(
             f"It was wrong {wrong['phsa']} of {len(texts)} times, dense {wrong['dense']}: this model of 135 million "
             "parameters was not trained for sparse attention,\nand so small a model finds far less with it. Larger "
-            "ones lose little (docs/niah.md)."
+            "ones lose less (docs/niah.md)."
         )
 
 
