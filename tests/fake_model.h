@@ -2,6 +2,7 @@
 #ifndef PHSA_TESTS_FAKE_MODEL_H_
 #define PHSA_TESTS_FAKE_MODEL_H_
 
+#include <cstring>
 #include <deque>
 #include <map>
 #include <random>
@@ -84,6 +85,18 @@ class FakeModel : public ModelSource {
   std::deque<std::vector<float>> data_;
   std::map<std::string, Tensor> tensors_;
 };
+
+// A text for it.
+inline std::vector<int32_t> Tokens(size_t count, uint32_t seed = 1) {
+  std::mt19937 random(seed);
+  std::vector<int32_t> tokens(count);
+  for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 101);
+  return tokens;
+}
+
+inline bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
 
 }  // namespace phsa
 

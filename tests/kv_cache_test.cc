@@ -26,13 +26,6 @@ LayerSettings Sparse() {
   return settings;
 }
 
-std::vector<int32_t> Tokens(size_t count, uint32_t seed = 1) {
-  std::mt19937 random(seed);
-  std::vector<int32_t> tokens(count);
-  for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 101);
-  return tokens;
-}
-
 // A small model with a cache of eight pages, and a folder of its own.
 class Cache : public testing::Test {
  protected:
@@ -75,10 +68,6 @@ class Cache : public testing::Test {
 void ExpectRefusal(const std::function<void()>& work, const std::vector<std::string>& words) {
   const std::string message = Refusal(work);
   for (const std::string& word : words) EXPECT_NE(message.find(word), std::string::npos) << message;
-}
-
-bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
 TEST_F(Cache, AForkGoesItsOwnWayAndLeavesTheOtherAlone) {

@@ -48,17 +48,6 @@ struct Runner {
   size_t vocab;
 };
 
-std::vector<int32_t> Tokens(size_t count, uint32_t seed = 1) {
-  std::mt19937 random(seed);
-  std::vector<int32_t> tokens(count);
-  for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 101);
-  return tokens;
-}
-
-bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
-
 TEST(Decoder, ChunksChangeNoBit) {
   const FakeModel model;
   const std::vector<int32_t> tokens = Tokens(200);

@@ -10,6 +10,17 @@
 
 namespace phsa {
 
+bool WriteAll(int descriptor, const void* data, size_t size) {
+  const char* const bytes = static_cast<const char*>(data);
+  for (size_t done = 0; done < size;) {
+    const ssize_t count = write(descriptor, bytes + done, size - done);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return false;
+    done += static_cast<size_t>(count);
+  }
+  return true;
+}
+
 NewFile::NewFile(const std::filesystem::path& path)
     : path_(path.string()), temporary_(fmt::format("{}.{}.part", path_, getpid())) {
   // A rename would replace a folder's or a device's name, too.
@@ -27,13 +38,7 @@ NewFile::~NewFile() {
 }
 
 void NewFile::Write(const void* data, size_t size) {
-  const char* const bytes = static_cast<const char*>(data);
-  for (size_t done = 0; done < size;) {
-    const ssize_t count = write(descriptor_, bytes + done, size - done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) Fail();
-    done += static_cast<size_t>(count);
-  }
+  if (!WriteAll(descriptor_, data, size)) Fail();
 }
 
 void NewFile::Keep() {

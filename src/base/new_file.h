@@ -9,6 +9,9 @@
 
 namespace phsa {
 
+// All of it, however the system takes it; false: errno says why.
+bool WriteAll(int descriptor, const void* data, size_t size);
+
 class NewFile {
  public:
   // All throw phsa::Error naming the path and the reason: no such folder, no permission, a full disk.

@@ -21,26 +21,9 @@ struct BenchFlags {
   bool json = false, profile = false;
 };
 
-// "512", "8k" (8192).
 std::vector<int32_t> Lengths(const std::vector<std::string>& texts, const char* flag) {
   std::vector<int32_t> lengths;
-  for (const std::string& text : texts) {
-    size_t used = 0;
-    int64_t value = -1;
-    try {
-      value = std::stoll(text, &used);
-    } catch (const std::exception&) {
-      used = text.size() + 1;
-    }
-    if (used + 1 == text.size() && (text.back() == 'k' || text.back() == 'K')) {
-      value *= 1024;
-      ++used;
-    }
-    if (used != text.size() || value < 0 || value > (1 << 28)) {
-      ThrowInvalid("bench: {} has {}; it takes numbers of tokens such as 512,8k", flag, Quoted(text));
-    }
-    lengths.push_back(static_cast<int32_t>(value));
-  }
+  for (const std::string& text : texts) lengths.push_back(TokenCount(text, flag, 0));
   return lengths;
 }
 
@@ -143,8 +126,9 @@ void Print(const BenchFlags& flags, const Engine& engine, const Settings& settin
 }
 
 void RunBench(const BenchFlags& flags) {
-  const std::vector<int32_t> prompts = Lengths(flags.prompts, "-p"), generates = Lengths(flags.generates, "-n"),
-                             depths = Lengths(flags.depths, "-d");
+  const std::vector<int32_t> prompts = Lengths(flags.prompts, "bench: -p"),
+                             generates = Lengths(flags.generates, "bench: -n"),
+                             depths = Lengths(flags.depths, "bench: -d");
   int32_t context = 0;
   for (const int32_t depth : depths) {
     for (const int32_t tokens : prompts) context = std::max(context, depth + tokens);

@@ -15,9 +15,6 @@
 namespace phsa::cli {
 namespace {
 
-// What `phsa run` leaves for an answer where nothing is said: the context decides the preset, and the choice to be seen
-// is the one that `phsa run` makes.
-constexpr int32_t kRunAnswer = 512;
 // A page with more queries is one that no browser opens: each takes 15 KB for 30 layers with 3 KV heads and K = 16.
 constexpr int32_t kMostQueries = 1000;
 
@@ -62,15 +59,11 @@ void RunInspect(const InspectFlags& flags) {
   if (static_cast<size_t>(flags.last) > prompt.size()) {
     ThrowInvalid("inspect: --last is {}; the prompt has {} tokens", flags.last, prompt.size());
   }
-  const int32_t model_context = source->config().context;
   ModelFlags model = flags.model;
   if (model.context == 0) {
-    if (prompt.size() >= static_cast<size_t>(model_context)) {
-      ThrowInvalid("inspect: the prompt has {} tokens, the model's context {}; give a shorter text", prompt.size(),
-                   model_context);
-    }
-    const int64_t needed = static_cast<int64_t>(prompt.size()) + std::max(1, flags.answer.value_or(kRunAnswer));
-    model.context = static_cast<int32_t>(std::min<int64_t>(needed, model_context));
+    // Without -n as `run` without -n, so that the same preset applies.
+    const int32_t answer = std::max(1, flags.answer.value_or(SamplingFlags{}.max_tokens));
+    model.context = ContextFor(prompt.size(), answer, source->config());
   }
   const LayerSettings attention = Attention(flags, source->config(), model.context);
   SamplingFlags greedy;

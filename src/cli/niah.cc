@@ -10,6 +10,7 @@
 #include "eval/niah_heatmap.h"
 #include "eval/niah_report.h"
 #include "eval/niah_run.h"
+#include "eval/query_blocks.h"
 #include "model/kv_file.h"
 
 namespace phsa::cli {
@@ -27,18 +28,6 @@ struct NiahFlags {
   uint64_t seed = 1;
   bool strict = false, chat = false, repeat = false, json = false;
 };
-
-// "4096", "4k".
-int32_t Length(const std::string& text) {
-  const bool kilo = text.ends_with('k') || text.ends_with('K');
-  const char* const end = text.data() + text.size() - (kilo ? 1 : 0);
-  int32_t value = 0;
-  const auto [rest, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc{} || rest != end || value < 1 || value > INT32_MAX / 1024) {
-    ThrowInvalid("niah: --lengths has {}; it takes numbers of tokens such as 4k,8192", Quoted(text));
-  }
-  return kilo ? value * 1024 : value;
-}
 
 std::vector<NiahTask> Tasks(const NiahFlags& flags) {
   std::vector<NiahTask> tasks;
@@ -90,7 +79,7 @@ std::vector<LayerSettings> Attentions(const NiahFlags& flags, const ModelConfig&
     AttentionFlags one = flags.attention;
     one.policies = {policy};
     const Policy resolved = AttentionSettings(one, config, length).front().base.policy;
-    uses_top_k = uses_top_k || (resolved != Policy::kDense && resolved != Policy::kStreaming);
+    uses_top_k = uses_top_k || Chooses(resolved);
     // A list sweeps PHSA alone: λ = 1 is what the other methods are.
     if (resolved != Policy::kPhsa || flags.lambdas.empty()) {
       add(one);
@@ -196,7 +185,7 @@ void Run(const NiahFlags& flags) {
   options.random_start = flags.haystack_start == "random";
   options.repeat = flags.repeat;
   std::vector<int32_t> lengths;
-  for (const std::string& text : flags.lengths) lengths.push_back(Length(text));
+  for (const std::string& text : flags.lengths) lengths.push_back(TokenCount(text, "niah: --lengths", 1));
   std::sort(lengths.begin(), lengths.end());
   lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
 

@@ -1,5 +1,6 @@
 #include "cli/options.h"
 
+#include <charconv>
 #include <cstdio>
 #include <filesystem>
 #include <random>
@@ -7,6 +8,7 @@
 #include "base/errors.h"
 #include "base/mapped_file.h"
 #include "cli/terminal.h"
+#include "eval/query_blocks.h"
 #include "io/model_store.h"
 #include "tokenizer/utf8_scan.h"
 
@@ -15,6 +17,7 @@ namespace {
 
 // Texts are read whole; nobody's context holds this many bytes.
 constexpr size_t kMaxTextBytes = size_t{1} << 30;
+constexpr int32_t kMaxTokenCount = 1 << 28;
 
 }  // namespace
 
@@ -121,8 +124,7 @@ std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const 
     for (const std::optional<int32_t> top_k : TopKs(flags)) {
       LayerSettings settings = AttentionFor(policy, top_k, flags, config, context);
       if (all.empty() || settings != all.back()) all.push_back(std::move(settings));
-      const Policy chosen = all.back().base.policy;
-      if (chosen == Policy::kDense || chosen == Policy::kStreaming) break;  // K means nothing there
+      if (!Chooses(all.back().base.policy)) break;
     }
   }
   return all;
@@ -221,6 +223,17 @@ void SavePromptCache(const PromptCacheFlags& flags, const Session& session) {
 
 ChatTemplate ChooseChatTemplate(const std::string& name, const std::string& model_template) {
   return name.empty() ? ChatTemplate::Recognise(model_template) : ChatTemplate::ByName(name);
+}
+
+int32_t TokenCount(const std::string& text, const char* flag, int32_t least) {
+  const bool kilo = text.ends_with('k') || text.ends_with('K');
+  const char* const end = text.data() + text.size() - (kilo ? 1 : 0);
+  int32_t value = 0;
+  const auto [rest, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc{} || rest != end || value < least || value > kMaxTokenCount / (kilo ? 1024 : 1)) {
+    ThrowInvalid("{} has {}; it takes numbers of tokens such as 512,4k", flag, Quoted(text));
+  }
+  return kilo ? value * 1024 : value;
 }
 
 std::string ReadText(const std::string& path) {

@@ -70,6 +70,9 @@ void AddPromptCacheFlags(CLI::App& command, PromptCacheFlags& flags);
 void RestorePromptCache(const PromptCacheFlags& flags, Session& session, std::span<const int32_t> prompt);
 void SavePromptCache(const PromptCacheFlags& flags, const Session& session);
 
+// "512", "8k" (8192), at least `least`; `flag` is for the message.
+int32_t TokenCount(const std::string& text, const char* flag, int32_t least);
+
 // A whole file, or standard input for "-". What is not UTF-8 is refused, naming the offset.
 std::string ReadText(const std::string& path);
 // A progress bar over the prompt, and Ctrl-C.

@@ -76,10 +76,9 @@ void PrintHeader(const PerplexityFlags& flags, const Engine& engine, size_t toke
 void PrintRow(const Engine& engine, const PerplexityResult& result, const RecallMeter* recall) {
   const LayerSettings& attention = engine.options().attention;
   const Policy policy = attention.base.policy;
-  const bool chooses = policy != Policy::kDense && policy != Policy::kStreaming;
   std::string cells =
       fmt::format("| {} | {} | {:.4f} | {:.6f} |", Name(policy),
-                  chooses ? fmt::format("{}", attention.base.top_k) : "-", result.perplexity(), result.loss);
+                  Chooses(policy) ? fmt::format("{}", attention.base.top_k) : "-", result.perplexity(), result.loss);
   if (recall != nullptr) {
     const RecallMeter::Part total = recall->total();
     cells += fmt::format(" {} | {} |", OrDash(total.all.value()), OrDash(total.sparse.value()));

@@ -1,5 +1,7 @@
 #include "cli/prompt.h"
 
+#include <algorithm>
+
 #include "base/errors.h"
 #include "cli/options.h"
 
@@ -32,6 +34,14 @@ std::vector<int32_t> PromptTokens(const PromptFlags& flags, const ModelSource& s
   if (!flags.system.empty()) messages.push_back({"system", flags.system});
   messages.push_back({"user", text});
   return chat.Encode(messages, true, tokenizer);
+}
+
+int32_t ContextFor(size_t prompt_tokens, int32_t answer, const ModelConfig& config) {
+  if (prompt_tokens >= static_cast<size_t>(config.context)) {
+    ThrowInvalid("the prompt has {} tokens, the model's context {}; give a shorter text", prompt_tokens,
+                 config.context);
+  }
+  return static_cast<int32_t>(std::min<int64_t>(static_cast<int64_t>(prompt_tokens) + answer, config.context));
 }
 
 }  // namespace phsa::cli

@@ -23,6 +23,10 @@ void AddPromptFlags(CLI::App& command, PromptFlags& flags);
 // phsa::Error where there is neither.
 std::vector<int32_t> PromptTokens(const PromptFlags& flags, const ModelSource& source, const Tokenizer& tokenizer);
 
+// The context where -c does not ask for one: what the prompt and `answer` tokens need, at most the model's. Throws
+// phsa::Error where the prompt leaves no room for an answer.
+int32_t ContextFor(size_t prompt_tokens, int32_t answer, const ModelConfig& config);
+
 }  // namespace phsa::cli
 
 #endif  // PHSA_CLI_PROMPT_H_

@@ -22,19 +22,11 @@ struct RunFlags {
 void Run(const RunFlags& flags) {
   std::unique_ptr<ModelSource> source = OpenModel(flags.model.model);
   const GenerateOptions options = SamplingOptions(flags.sampling, source->config());
-  const int32_t model_context = source->config().context;
   Tokenizer tokenizer = LoadTokenizer(*source);
   const std::vector<int32_t> prompt = PromptTokens(flags.prompt, *source, tokenizer);
   // Only what this question needs, unless -c asks for more.
   ModelFlags model = flags.model;
-  if (model.context == 0) {
-    const int64_t needed = static_cast<int64_t>(prompt.size()) + options.max_tokens;
-    if (static_cast<int64_t>(prompt.size()) >= model_context) {
-      ThrowInvalid("run: the prompt has {} tokens, the model's context {}; give a shorter text", prompt.size(),
-                   model_context);
-    }
-    model.context = static_cast<int32_t>(std::min<int64_t>(needed, model_context));
-  }
+  if (model.context == 0) model.context = ContextFor(prompt.size(), options.max_tokens, source->config());
   const std::vector<LayerSettings> attention = AttentionSettings(flags.attention, source->config(), model.context);
   if (attention.size() != 1) ThrowInvalid("run: one --attention and one -K; `phsa bench` takes lists");
   HintAtPhsa(flags.attention, attention.front(), prompt.size());

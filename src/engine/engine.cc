@@ -20,8 +20,6 @@ int32_t DefaultKvType(const EngineOptions& options) {
   return FastProducts().bf16 ? PHSA_BF16 : PHSA_F16;
 }
 
-int32_t PagesFor(int32_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
-
 bool IsDense(const LayerSettings& attention) {
   return attention.base.policy == Policy::kDense && attention.layers.empty();
 }
@@ -58,7 +56,7 @@ MemoryPlan MakePlan(const ModelSource& source, const EngineOptions& options, int
     plan.context = static_cast<int32_t>(std::min<uint64_t>(static_cast<uint64_t>(config.context), pages * kPageTokens));
     plan.context = std::max(plan.context, kPageTokens);  // CheckFits says the rest
   }
-  const auto pages = static_cast<uint64_t>(PagesFor(plan.context));
+  const auto pages = uint64_t{PagesFor(static_cast<size_t>(plan.context))};
   plan.representatives = pages * layout.representative_bytes;
   plan.key_values = pages * (layout.page_bytes - layout.representative_bytes);
   return plan;
@@ -122,6 +120,7 @@ Engine::Engine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const E
 }
 
 void Engine::SetAttention(const LayerSettings& attention) {
+  if (attention == options_.attention) return;
   CheckAttention(attention, config());
   EngineOptions options = options_;
   options.attention = attention;
@@ -166,7 +165,8 @@ KvIdentity Engine::cache_identity() const {
 
 void Engine::MakeCache() {
   decoder_.reset();  // first give back, then take
-  cache_ = std::make_unique<KvCache>(PageLayout(config(), options_.attention, kv_dtype_), PagesFor(plan_.context));
+  const auto pages = static_cast<int32_t>(PagesFor(static_cast<size_t>(plan_.context)));
+  cache_ = std::make_unique<KvCache>(PageLayout(config(), options_.attention, kv_dtype_), pages);
   decoder_ = std::make_unique<Decoder>(config(), weights_, options_.attention, kv_dtype_, options_.chunk, threads_);
   decoder_->SetPunctuation(punctuation_);
 }

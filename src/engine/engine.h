@@ -50,7 +50,8 @@ class Engine {
   // What the cache's contents depend on besides the tokens.
   KvIdentity cache_identity() const;
   // Other settings for the attention. The weights stay; the cache is a new, empty one: sequences of the old one must
-  // be gone. Throws phsa::Error, and changes nothing, where the settings do not suit the model.
+  // be gone. The settings that it has already change nothing. Throws phsa::Error, and changes nothing, where the
+  // settings do not suit the model.
   void SetAttention(const LayerSettings& attention);
   Decoder& decoder() { return *decoder_; }
   KvCache& cache() { return *cache_; }

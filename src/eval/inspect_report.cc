@@ -72,7 +72,7 @@ std::vector<size_t> ByScore(const HeadChoice& head) {
 
 std::string SettingsInWords(const Inspection& inspection) {
   const Settings& s = inspection.attention.base;
-  std::string out = fmt::format("{}, K {}", Name(s.policy), s.policy == Policy::kStreaming ? 0 : s.top_k);
+  std::string out = fmt::format("{}, K {}", Name(s.policy), Chooses(s.policy) ? s.top_k : 0);
   if (s.policy == Policy::kPhsa) {
     out += s.head_lambda.empty() ? fmt::format(", lambda {:g}", s.lambda) : ", lambda by head";
     out += fmt::format(", punctuation {}", Line(s.punctuation, kSnippet));

@@ -12,6 +12,7 @@
 
 #include "base/errors.h"
 #include "base/mapped_file.h"
+#include "base/new_file.h"
 
 namespace phsa {
 namespace {
@@ -213,12 +214,7 @@ NiahWriter::~NiahWriter() { close(file_); }
 
 void NiahWriter::Write(std::string line) {
   line += '\n';
-  for (size_t done = 0; done < line.size();) {
-    const ssize_t written = write(file_, line.data() + done, line.size() - done);
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) Throw(PHSA_IO, "{}: {}", path_, std::strerror(errno));
-    done += static_cast<size_t>(written);
-  }
+  if (!WriteAll(file_, line.data(), line.size())) Throw(PHSA_IO, "{}: {}", path_, std::strerror(errno));
 }
 
 void NiahWriter::Append(const NiahRecord& record) { Write(Dump(ToJson(record))); }

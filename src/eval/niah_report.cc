@@ -15,10 +15,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-bool HasTopK(const Settings& settings) {
-  return settings.policy != Policy::kDense && settings.policy != Policy::kStreaming &&
-         settings.policy != Policy::kSepllm;
-}
+bool HasTopK(const Settings& settings) { return Chooses(settings.policy) && settings.policy != Policy::kSepllm; }
 
 bool HasLambda(const Settings& settings) {
   return settings.policy == Policy::kPhsa || settings.policy == Policy::kInfllm2;

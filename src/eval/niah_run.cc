@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <optional>
 
 #include "engine/session.h"
 
@@ -96,13 +95,11 @@ bool RunNiah(Engine& engine, const NiahPrompts& prompts, const NiahPlan& plan, N
     return true;
   });
 
-  std::optional<LayerSettings> current;
   return for_each_sample([&](NiahTask task, int32_t length, int32_t index, const auto& missing) {
     const NiahSample sample = prompts.Build(task, length, index);
     for (const LayerSettings* attention : missing) {
       if (callbacks.stop()) return false;
-      if (!current || *current != *attention) engine.SetAttention(*attention);
-      current = *attention;
+      engine.SetAttention(*attention);
       NiahRecord record;
       record.task = task;
       record.length = length;

@@ -7,9 +7,11 @@ namespace {
 
 int32_t BlocksFor(int32_t tokens, int32_t block) { return (tokens + block - 1) / block; }
 
-int32_t TopK(const Settings& settings) { return settings.policy == Policy::kStreaming ? 0 : settings.top_k; }
+int32_t TopK(const Settings& settings) { return Chooses(settings.policy) ? settings.top_k : 0; }
 
 }  // namespace
+
+bool Chooses(Policy policy) { return policy != Policy::kDense && policy != Policy::kStreaming; }
 
 int64_t QueryBlocks::TokensRead(int64_t chosen) const {
   const int64_t before = int64_t{position} + 1;

@@ -125,8 +125,7 @@ void Decoder::Append(std::span<const BatchItem> batch, Rows& rows) {
   for (const BatchItem& item : batch) {
     PHSA_CHECK(!item.tokens.empty() && &item.sequence->cache() == rows.cache);
     rows.count += static_cast<int32_t>(item.tokens.size());
-    const size_t pages =
-        (static_cast<size_t>(item.sequence->length()) + item.tokens.size() + kPageTokens - 1) / kPageTokens;
+    const size_t pages = PagesFor(static_cast<size_t>(item.sequence->length()) + item.tokens.size());
     pages_needed += item.sequence->PagesToAppend(static_cast<int32_t>(item.tokens.size()));
     most_pages = std::max(most_pages, pages);
     for (const int32_t token : item.tokens) PHSA_CHECK(token >= 0 && token < config_.vocab_size);

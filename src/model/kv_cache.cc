@@ -12,8 +12,6 @@
 namespace phsa {
 namespace {
 
-size_t PagesFor(size_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
-
 size_t Align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 }  // namespace

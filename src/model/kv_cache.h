@@ -17,6 +17,7 @@ namespace phsa {
 
 // Tokens of a page: a whole number of every policy's blocks, small enough that a short answer wastes little.
 inline constexpr int32_t kPageTokens = 128;
+inline constexpr size_t PagesFor(size_t tokens) { return tokens / kPageTokens + (tokens % kPageTokens != 0 ? 1 : 0); }
 
 int32_t KvTypeFromName(std::string_view name);  // phsa_dtype of f32, f16, bf16; throws phsa::Error
 

@@ -145,7 +145,7 @@ void RestoreSequence(Sequence& sequence, const KvIdentity& identity, std::span<c
   const size_t page_bytes = sequence.cache().layout().page_bytes;
   // Bounded before it is multiplied: a header may claim anything.
   const size_t rest = file.size() - header.size();
-  const size_t pages = count / kPageTokens + (count % kPageTokens != 0 ? 1 : 0);
+  const size_t pages = PagesFor(count);
   if (count > rest / sizeof(int32_t) || pages > rest / page_bytes ||
       rest != count * sizeof(int32_t) + pages * page_bytes) {
     ThrowInvalid("{}: cut, or not all its own: {} bytes do not hold {} tokens; {}", file.path(), rest, count,
