@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "engine/session.h"
+#include "eval/niah_export.h"
 #include "eval/niah_heatmap.h"
 #include "eval/niah_prompt.h"
 #include "eval/niah_records.h"
@@ -669,7 +670,7 @@ TEST(NiahReport, JsonLinesHaveTheFieldsThatScriptsRead) {
 TEST(NiahReport, TablesHaveALinePerMethodAndAColumnPerK) {
   NiahRecords records = Results();
   for (int32_t i = 0; i < 10; ++i) records.Add(Record(i, Attention(Policy::kPhsa, 4, 0.9f), true), "");
-  const std::string text = NiahTables(Rows(records), true);
+  const std::string text = NiahTables(Rows(records), NiahScoring::kStrict);
   EXPECT_TRUE(Contains(text, "| method | no K | K=2 | K=4 |")) << text;
   EXPECT_TRUE(Contains(text, "| phsa λ=0.9 | – | 80.0 (49.0–94.3) | 100.0 (72.2–100.0) |")) << text;
   EXPECT_TRUE(Contains(text, "| infllm2 | – | 40.0 (16.8–68.7) | – |")) << text;
@@ -738,10 +739,10 @@ std::unique_ptr<Engine> SmallEngine() {
   return engine;
 }
 
-NiahPlan SmallPlan(bool strict) {
+NiahPlan SmallPlan(NiahScoring scoring) {
   NiahPlan plan;
   plan.tasks = {NiahTask::kSingle1, NiahTask::kMultikey2};
-  plan.strict = strict;
+  plan.scoring = scoring;
   plan.samples = 3;
   for (const LayerSettings& attention : {Attention(Policy::kDense, 1), Attention(Policy::kInfllm2, 1)}) {
     plan.configurations.push_back({1024, attention});
@@ -779,8 +780,8 @@ void ExpectSame(const NiahRecords& a, const NiahRecords& b) {
 
 TEST(NiahRun, AStoppedRunAndItsContinuationAreOneRun) {
   const std::unique_ptr<Engine> engine = SmallEngine();
-  for (const bool strict : {false, true}) {
-    const NiahPlan plan = SmallPlan(strict);
+  for (const NiahScoring scoring : {NiahScoring::kReferences, NiahScoring::kStrict, NiahScoring::kForced}) {
+    const NiahPlan plan = SmallPlan(scoring);
     NiahRecords whole, parts;
     ASSERT_TRUE(RunSome(*engine, plan, whole));
     ASSERT_EQ(whole.all().size(), 12u);
@@ -793,7 +794,7 @@ TEST(NiahRun, AStoppedRunAndItsContinuationAreOneRun) {
 
 TEST(NiahRun, ShardsMakeTheWhole) {
   const std::unique_ptr<Engine> engine = SmallEngine();
-  NiahPlan plan = SmallPlan(true);
+  NiahPlan plan = SmallPlan(NiahScoring::kStrict);
   NiahRecords whole, parts;
   RunSome(*engine, plan, whole);
   plan.shards = 2;
@@ -804,7 +805,7 @@ TEST(NiahRun, ShardsMakeTheWhole) {
 TEST(NiahRun, DenseReadsAllAndSparseLess) {
   const std::unique_ptr<Engine> engine = SmallEngine();
   NiahRecords records;
-  RunSome(*engine, SmallPlan(true), records);
+  RunSome(*engine, SmallPlan(NiahScoring::kStrict), records);
   for (const NiahRecord& record : records.all()) {
     EXPECT_GT(record.dense, 0);
     if (record.attention.base.policy == Policy::kDense) {
@@ -819,7 +820,7 @@ TEST(NiahRun, DenseReadsAllAndSparseLess) {
 TEST(NiahRun, StrictAnswersAreTheLikeliestTokens) {
   const std::unique_ptr<Engine> engine = SmallEngine();
   NiahRecords records;
-  NiahPlan plan = SmallPlan(true);
+  NiahPlan plan = SmallPlan(NiahScoring::kStrict);
   plan.samples = 1;
   RunSome(*engine, plan, records);
   for (const NiahRecord& record : records.all()) {
@@ -839,6 +840,80 @@ TEST(NiahRun, StrictAnswersAreTheLikeliestTokens) {
         BatchItem::Logits::kAll);
     EXPECT_EQ(likeliest.size(), sample.answer.size());
     EXPECT_EQ(TheTokenizer().Decode(likeliest, false), record.answer);
+  }
+}
+
+TEST(NiahRun, LeadingSpacesAreThoseBeforeTheReference) {
+  const auto encode = [](std::string_view text) { return TheTokenizer().Encode(text, SpecialTokens::kAsText); };
+  EXPECT_EQ(LeadingSpaces(TheTokenizer(), encode(" 12")), 1);
+  EXPECT_EQ(LeadingSpaces(TheTokenizer(), encode("12")), 0);
+  EXPECT_EQ(LeadingSpaces(TheTokenizer(), encode(": 12")), 0);
+  EXPECT_EQ(LeadingSpaces(TheTokenizer(), {}), 0);
+}
+
+TEST(NiahRun, ForcedScoringOverlooksOnlyTheSpace) {
+  const std::unique_ptr<Engine> engine = SmallEngine();
+  NiahRecords strict, forced;
+  RunSome(*engine, SmallPlan(NiahScoring::kStrict), strict);
+  RunSome(*engine, SmallPlan(NiahScoring::kForced), forced);
+  ASSERT_EQ(strict.all().size(), forced.all().size());
+  for (size_t i = 0; i < strict.all().size(); ++i) {
+    const NiahRecord& record = forced.all()[i];
+    EXPECT_EQ(strict.all()[i].answer, record.answer);
+    const std::string right = Prompts().Build(record.task, record.length, record.sample).answer;
+    ASSERT_EQ(right.front(), ' ');
+    EXPECT_EQ(record.found[0], record.answer.substr(1) == right.substr(1)) << record.answer;
+    EXPECT_EQ(strict.all()[i].found[0], record.answer == right) << record.answer;
+  }
+}
+
+// Whoever runs the samples elsewhere has all that this program would have used, and the same numbers of tokens read.
+TEST(NiahExport, HoldsSamplesAndWhatTheirRecordsWillBe) {
+  const std::unique_ptr<Engine> engine = SmallEngine();
+  NiahPlan plan = SmallPlan(NiahScoring::kForced);
+  plan.configurations.push_back({1024, Attention(Policy::kPhsa, 2, 0.9f)});
+  LayerSettings layered = Attention(Policy::kStreaming, 0);
+  layered.layers[1] = Attention(Policy::kDense, 1).base;
+  plan.configurations.push_back({1024, layered});
+  NiahRecords records;
+  ASSERT_TRUE(RunSome(*engine, plan, records));
+
+  const Folder folder;
+  const auto path = folder / "samples.jsonl";
+  ExportNiah(*engine, Prompts(), plan, TestHeader(), path);
+  std::ifstream file(path);
+  std::string line;
+  ASSERT_TRUE(std::getline(file, line));
+  const auto header = nlohmann::json::parse(line);
+  EXPECT_EQ(header.at("format"), "phsa niah samples 1");
+  EXPECT_EQ(header.at("vocabulary"), std::min(300, TheTokenizer().vocab_size()));
+  EXPECT_EQ(header.at("punctuation").at("en"), PunctuationOf(TheTokenizer(), "en").Ids());
+  size_t exported = 0;
+  while (std::getline(file, line)) {
+    const auto sample = nlohmann::json::parse(line);
+    EXPECT_EQ(sample.at("free_tokens"), 1);
+    for (const auto& record : sample.at("records")) {
+      const auto same = std::find_if(records.all().begin(), records.all().end(), [&](const NiahRecord& one) {
+        return Name(one.task) == record.at("task") && one.sample == record.at("sample") &&
+               nlohmann::json::parse(SettingsToJson(one.attention)) == record.at("attention");
+      });
+      ASSERT_NE(same, records.all().end()) << line;
+      const NiahSample built = Prompts().Build(same->task, same->length, same->sample);
+      EXPECT_EQ(sample.at("tokens"), built.tokens);
+      EXPECT_EQ(sample.at("answer_tokens"), TheTokenizer().Encode(built.answer, SpecialTokens::kAsText));
+      EXPECT_EQ(record.at("read"), same->read);
+      EXPECT_EQ(record.at("dense"), same->dense);
+      EXPECT_EQ(record.at("references"), same->references);
+      EXPECT_EQ(record.at("tokens"), same->tokens);
+      ++exported;
+    }
+  }
+  EXPECT_EQ(exported, records.all().size());
+  try {
+    ExportNiah(*engine, Prompts(), plan, TestHeader(), "/no/such/folder/samples.jsonl");
+    ADD_FAILURE() << "a file was written where there is no folder";
+  } catch (const Error& error) {
+    EXPECT_TRUE(Contains(error.what(), "/no/such/folder/samples.jsonl")) << error.what();
   }
 }
 

@@ -7,6 +7,7 @@
 #include "cli/commands.h"
 #include "cli/options.h"
 #include "cli/terminal.h"
+#include "eval/niah_export.h"
 #include "eval/niah_heatmap.h"
 #include "eval/niah_report.h"
 #include "eval/niah_run.h"
@@ -22,12 +23,18 @@ struct NiahFlags {
   std::vector<float> lambdas;
   std::vector<std::string> tasks = {"single_2"}, lengths = {"4k"}, merge;
   std::vector<double> depths;
-  std::string haystack, language = "en", haystack_start = "random", shard = "1/1", out, heatmap, chat_template;
+  std::string haystack, language = "en", haystack_start = "random", shard = "1/1", out, heatmap, chat_template,
+                        export_file;
   int32_t samples = 100;
   std::optional<int32_t> show_sample;
   uint64_t seed = 1;
-  bool strict = false, chat = false, repeat = false, json = false;
+  bool strict = false, forced = false, chat = false, repeat = false, json = false;
 };
+
+NiahScoring Scoring(const NiahFlags& flags) {
+  if (flags.strict) return NiahScoring::kStrict;
+  return flags.forced ? NiahScoring::kForced : NiahScoring::kReferences;
+}
 
 std::vector<NiahTask> Tasks(const NiahFlags& flags) {
   std::vector<NiahTask> tasks;
@@ -41,9 +48,9 @@ std::vector<NiahTask> Tasks(const NiahFlags& flags) {
   std::sort(tasks.begin(), tasks.end());
   tasks.erase(std::unique(tasks.begin(), tasks.end()), tasks.end());
   for (const NiahTask task : tasks) {
-    if (flags.strict && Shape(task).references() > 1) {
-      ThrowInvalid("niah: --strict needs a task with one answer, and {} has {}; leave --strict out for it", Name(task),
-                   Shape(task).references());
+    if (Scoring(flags) != NiahScoring::kReferences && Shape(task).references() > 1) {
+      ThrowInvalid("niah: --{0} needs a task with one answer, and {1} has {2}; leave --{0} out for it",
+                   Name(Scoring(flags)), Name(task), Shape(task).references());
     }
   }
   return tasks;
@@ -109,7 +116,7 @@ NiahHeader Header(const NiahFlags& flags, const Engine& engine, const Haystack* 
           {"layers", config.num_layers},
           {"weights", engine.plan().weight_types},
           {"kv_type", engine.plan().kv_type},
-          {"scoring", flags.strict ? "strict" : "references"},
+          {"scoring", Name(Scoring(flags))},
           {"seed", flags.seed},
           {"language", flags.language},
           {"chat", options.chat ? NiahHeader(options.chat->name()) : NiahHeader(false)},
@@ -122,7 +129,8 @@ NiahHeader Header(const NiahFlags& flags, const Engine& engine, const Haystack* 
 void Print(const NiahFlags& flags, std::span<const NiahRecord* const> records, const NiahHeader& header) {
   const std::vector<NiahRow> rows = NiahRows(records, header["layers"].get<int32_t>());
   if (!flags.heatmap.empty()) WriteNiahHeatMap(rows, header["model"].get<std::string>(), flags.heatmap);
-  WriteOut(flags.json ? NiahJsonLines(rows) : NiahTables(rows, header["scoring"] == "strict"));
+  WriteOut(flags.json ? NiahJsonLines(rows)
+                      : NiahTables(rows, NiahScoringFromName(header["scoring"].get_ref<const std::string&>())));
 }
 
 void Merge(const NiahFlags& flags) {
@@ -173,10 +181,13 @@ std::optional<Haystack> OpenHaystack(const NiahFlags& flags, bool essay, NiahPro
 }
 
 void Run(const NiahFlags& flags) {
+  if (!flags.export_file.empty() && Scoring(flags) == NiahScoring::kReferences) {
+    ThrowInvalid("niah: --export is for answers that are read, not written; add --forced or --strict");
+  }
   NiahPlan plan;
   plan.tasks = Tasks(flags);
   plan.samples = flags.samples;
-  plan.strict = flags.strict;
+  plan.scoring = Scoring(flags);
   ReadShard(flags.shard, plan);
   NiahPromptOptions options;
   options.language = NiahLanguageFromName(flags.language);
@@ -217,8 +228,12 @@ void Run(const NiahFlags& flags) {
     WriteOut(prompts.Build(plan.tasks.front(), lengths.front(), *flags.show_sample).text + "\n");
     return;
   }
-  NiahRecords records;
   const NiahHeader header = Header(flags, *engine, haystack ? &*haystack : nullptr, options);
+  if (!flags.export_file.empty()) {
+    ExportNiah(*engine, prompts, plan, header, flags.export_file);
+    return;
+  }
+  NiahRecords records;
   std::optional<NiahWriter> writer;
   if (!flags.out.empty()) writer.emplace(flags.out, header, records);
   for (const NiahConfiguration& one : plan.configurations) engine->SetAttention(one.attention);  // do all fit?
@@ -261,11 +276,16 @@ void AddNiahCommand(CLI::App& app) {
       ->check(CLI::IsMember({"random", "first"}));
   command->add_flag("--repeat-haystack", flags->repeat, "repeat a text that is too short");
   command->add_option("--language", flags->language, "of needles and questions: en or zh");
-  command->add_flag("--strict", flags->strict, "right: each token of the answer is the likeliest one");
+  auto* const strict =
+      command->add_flag("--strict", flags->strict, "right: each token of the answer is the likeliest one");
+  command->add_flag("--forced", flags->forced, "as --strict, whatever the answer begins with before the reference")
+      ->excludes(strict);
   command->add_flag("--chat", flags->chat, "ask through the model's chat template");
   command->add_option("--chat-template", flags->chat_template, "with --chat: a template by its name");
   command->add_option("--out", flags->out,
                       "a file for every sample, JSON lines; a run that was stopped goes on from it");
+  command->add_option("--export", flags->export_file,
+                      "write the samples into this file for `python -m phsa.hf.niah`, and end");
   command->add_option("--heatmap", flags->heatmap, "a picture by length and depth, into this .svg or .html file");
   command->add_option("--shard", flags->shard, "i/n: the i-th of n parts of the samples");
   command->add_option("--merge", flags->merge, "files of --out: print their results together; no model is needed")

@@ -31,16 +31,6 @@ std::string Key(NiahTask task, int32_t length, const LayerSettings& attention, i
   return fmt::format("{} {} {} {}", Name(task), length, sample, SettingsToJson(attention));
 }
 
-Json ToJson(const NiahRecord& record) {
-  return {{"task", Name(record.task)}, {"length", record.length},
-          {"sample", record.sample},   {"attention", Json::parse(SettingsToJson(record.attention))},
-          {"score", record.score()},   {"references", record.references},
-          {"depths", record.depths},   {"found", record.found},
-          {"answer", record.answer},   {"tokens", record.tokens},
-          {"read", record.read},       {"dense", record.dense},
-          {"seconds", record.seconds}};
-}
-
 Json ParseLine(std::string_view line, const std::string& place) {
   const auto check_depth = [&](int depth, Json::parse_event_t, Json&) {
     if (depth > kMaxDepth) ThrowInvalid("{}: the JSON is nested deeper than samples are", place);
@@ -91,6 +81,7 @@ void CheckHeader(const Json& header, const std::string& place) {
   const bool good = header.contains("model") && header["model"].is_string() && header.contains("scoring") &&
                     header["scoring"].is_string() && header.contains("layers") &&
                     header["layers"].is_number_unsigned() && header["layers"].get<uint64_t>() <= kMaxLayers;
+  if (good) NiahScoringFromName(header["scoring"].get_ref<const std::string&>());
   if (!good) ThrowInvalid("{}: model, scoring or layers is missing or not what `phsa niah --out` writes", place);
 }
 
@@ -99,6 +90,18 @@ void CheckHeader(const Json& header, const std::string& place) {
 double NiahRecord::score() const {
   return static_cast<double>(std::count(found.begin(), found.end(), true)) / static_cast<double>(found.size());
 }
+
+nlohmann::ordered_json NiahRecordToJson(const NiahRecord& record) {
+  return {{"task", Name(record.task)}, {"length", record.length},
+          {"sample", record.sample},   {"attention", Json::parse(SettingsToJson(record.attention))},
+          {"score", record.score()},   {"references", record.references},
+          {"depths", record.depths},   {"found", record.found},
+          {"answer", record.answer},   {"tokens", record.tokens},
+          {"read", record.read},       {"dense", record.dense},
+          {"seconds", record.seconds}};
+}
+
+std::string NiahLine(const nlohmann::ordered_json& json) { return Dump(json) + '\n'; }
 
 LayerSettings Canonical(const LayerSettings& settings) {
   LayerSettings all = SettingsFromJson(SettingsToJson(settings));
@@ -203,7 +206,7 @@ NiahWriter::NiahWriter(const std::filesystem::path& path, const NiahHeader& head
     if (ftruncate(file_, static_cast<off_t>(known.whole_bytes)) != 0) {
       Throw(PHSA_IO, "{}: {}", path_, std::strerror(errno));
     }
-    if (!known.header) Write(Dump(ours));
+    if (!known.header) Write(NiahLine(ours));
   } catch (...) {
     close(file_);
     throw;
@@ -212,11 +215,10 @@ NiahWriter::NiahWriter(const std::filesystem::path& path, const NiahHeader& head
 
 NiahWriter::~NiahWriter() { close(file_); }
 
-void NiahWriter::Write(std::string line) {
-  line += '\n';
+void NiahWriter::Write(const std::string& line) {
   if (!WriteAll(file_, line.data(), line.size())) Throw(PHSA_IO, "{}: {}", path_, std::strerror(errno));
 }
 
-void NiahWriter::Append(const NiahRecord& record) { Write(Dump(ToJson(record))); }
+void NiahWriter::Append(const NiahRecord& record) { Write(NiahLine(NiahRecordToJson(record))); }
 
 }  // namespace phsa

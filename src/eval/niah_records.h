@@ -34,6 +34,10 @@ struct NiahRecord {
   double score() const;  // share of the references that were found
 };
 
+// A line of the file.
+nlohmann::ordered_json NiahRecordToJson(const NiahRecord& record);
+std::string NiahLine(const nlohmann::ordered_json& json);  // with its end
+
 // Settings as records hold them: equal where the attention is. Dense attention has no K, and a float is the one that
 // its JSON gives.
 LayerSettings Canonical(const LayerSettings& settings);
@@ -73,7 +77,7 @@ class NiahWriter {
   void Append(const NiahRecord& record);  // the line is with the system when this returns
 
  private:
-  void Write(std::string line);
+  void Write(const std::string& line);
   std::string path_;
   int file_ = -1;
 };

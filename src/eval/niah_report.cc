@@ -15,6 +15,15 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+const char* InWords(NiahScoring scoring) {
+  switch (scoring) {
+    case NiahScoring::kReferences: return "references found";
+    case NiahScoring::kStrict: return "answers right in every token";
+    case NiahScoring::kForced: return "references right in every token";
+  }
+  return "";
+}
+
 bool HasTopK(const Settings& settings) { return Chooses(settings.policy) && settings.policy != Policy::kSepllm; }
 
 bool HasLambda(const Settings& settings) {
@@ -227,7 +236,7 @@ std::string NiahJsonLines(std::span<const NiahRow> rows) {
   return lines;
 }
 
-std::string NiahTables(std::span<const NiahRow> rows, bool strict) {
+std::string NiahTables(std::span<const NiahRow> rows, NiahScoring scoring) {
   std::string text;
   for (const Group& group : Groups(rows)) {
     const NiahRow& first = *group.rows.front();
@@ -238,8 +247,7 @@ std::string NiahTables(std::span<const NiahRow> rows, bool strict) {
     }
     const std::string samples = fewest == most ? fmt::format("{}", most) : fmt::format("{} to {}", fewest, most);
     text += fmt::format("{}{} at {} tokens, {} sample{}: {} (95 % interval), in percent\n\n", text.empty() ? "" : "\n",
-                        Name(first.task), first.length, samples, most == 1 ? "" : "s",
-                        strict ? "answers right in every token" : "references found");
+                        Name(first.task), first.length, samples, most == 1 ? "" : "s", InWords(scoring));
     text += Table(group, "method", group.methods, [](const std::string& method, const NiahRow& row) {
       if (row.method != method) return std::string();
       return fmt::format("{} ({}–{})", Percent(row.score), Percent(row.ci95.low), Percent(row.ci95.high));

@@ -38,7 +38,7 @@ std::optional<PairedDifference> Compare(const NiahRow& first, const NiahRow& sec
 // One JSON object a line for each row.
 std::string NiahJsonLines(std::span<const NiahRow> rows);
 // Markdown tables as in the paper: a line for each method, a column for each K.
-std::string NiahTables(std::span<const NiahRow> rows, bool strict);
+std::string NiahTables(std::span<const NiahRow> rows, NiahScoring scoring);
 
 }  // namespace phsa
 

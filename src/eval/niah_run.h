@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -24,10 +25,20 @@ struct NiahPlan {
   std::vector<NiahConfiguration> configurations;
   int32_t samples = 100;
   int32_t shard = 0, shards = 1;  // this run has the samples i with i % shards == shard
-  // Every token of the answer must be the most likely one after the right ones before it; else the references must
-  // appear in a greedy generation.
-  bool strict = false;
+  NiahScoring scoring = NiahScoring::kReferences;
 };
+
+struct NiahPlace {
+  NiahTask task = NiahTask::kSingle1;
+  int32_t length = 0, sample = 0;
+};
+// fn(place, attentions that `records` lacks for it), samples outermost, so that all configurations see a sample before
+// the next one begins. False where fn returned false, which ends it.
+using NiahSampleFn = std::function<bool(const NiahPlace&, const std::vector<const LayerSettings*>& attentions)>;
+bool ForEachNiahSample(const NiahPlan& plan, const NiahRecords& records, const NiahSampleFn& fn);
+
+// The record of an answer that is yet to come.
+NiahRecord EmptyNiahRecord(const NiahPlace& place, const NiahSample& sample, const LayerSettings& attention);
 
 struct NiahProgress {
   double share = 0;               // of the tokens that this run reads
@@ -39,6 +50,9 @@ struct NiahCallbacks {
   std::function<void(const NiahRecord&)> record;  // each answer, as soon as it is there
   std::function<bool()> stop;
 };
+
+// Tokens that an answer begins with before its reference: those that are nothing but spaces.
+int32_t LeadingSpaces(const Tokenizer& tokenizer, std::span<const int32_t> answer);
 
 // Whether a reference is in an answer. Case does not matter; beyond ASCII it must be the same.
 bool NiahFound(std::string_view answer, std::string_view reference);

@@ -68,6 +68,22 @@ NiahLanguage NiahLanguageFromName(std::string_view name) {
   ThrowInvalid("niah: there is no language {}; the languages are en and zh", Quoted(name));
 }
 
+const char* Name(NiahScoring scoring) {
+  switch (scoring) {
+    case NiahScoring::kReferences: return "references";
+    case NiahScoring::kStrict: return "strict";
+    case NiahScoring::kForced: return "forced";
+  }
+  return "";
+}
+
+NiahScoring NiahScoringFromName(std::string_view name) {
+  for (const NiahScoring scoring : {NiahScoring::kReferences, NiahScoring::kStrict, NiahScoring::kForced}) {
+    if (name == Name(scoring)) return scoring;
+  }
+  ThrowInvalid("niah: there is no scoring {}; there are references, strict and forced", Quoted(name));
+}
+
 std::string NiahTexts::Draw(Item item, NiahRandom& random) const {
   switch (item) {
     case Item::kNumbers: return fmt::format("{}", 1000000 + random.Below(9000000));

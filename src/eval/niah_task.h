@@ -39,6 +39,13 @@ enum class NiahLanguage : uint8_t { kEnglish, kChinese };
 const char* Name(NiahLanguage language);                   // "en", "zh"
 NiahLanguage NiahLanguageFromName(std::string_view name);  // throws phsa::Error
 
+// When an answer is right. References: each one that appears in a greedy generation, as in RULER. Strict: every token
+// of the answer is the likeliest one given the right ones before it. Forced: the same, but for the space that the
+// answer begins with, so that a model that would rather write a colon first is not called wrong.
+enum class NiahScoring : uint8_t { kReferences, kStrict, kForced };
+const char* Name(NiahScoring scoring);                   // "references", "strict", "forced"
+NiahScoring NiahScoringFromName(std::string_view name);  // throws phsa::Error
+
 // RULER's room for the answer, part of a sample's length.
 inline constexpr int32_t kNiahAnswerTokens = 128;
 

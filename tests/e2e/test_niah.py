@@ -5,12 +5,14 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import xml.etree.ElementTree
 
 import pytest
-from conftest import BIN, run_phsa
+from conftest import BIN, ROOT, run_phsa
 
+PACKAGE = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
 SMALL = ("--lengths", 512, "--samples", 2, "--strict")
 
 
@@ -165,6 +167,8 @@ def test_chinese_samples(niah, tmp_path):
         (("--attention", "dense", "-K", "1,2"), ["-K"]),
         (("--attention", "infllm2", "--lambda", "0.5"), ["--lambda"]),
         (("--strict", "--task", "multivalue"), ["--strict"]),
+        (("--forced", "--task", "multiquery"), ["--forced"]),
+        (("--export", "samples.jsonl"), ["--export", "--forced"]),
         (("--language", "zh"), ["--haystack"]),
         (("--merge", "{short}"), ["short.txt"]),
     ],
@@ -180,6 +184,34 @@ def test_bad_input_is_refused_before_any_work(niah, tmp_path, flags, words):
     for word in words:
         assert word in last
     assert short.read_text() == "Too short for that. Far too short.\n"
+
+
+def test_transformers_gives_the_same_answers_to_exported_samples(niah, smollm2, tmp_path):
+    command = ("--lengths", "1k", "--samples", 2, "--forced", "--attention", "dense,infllm2,phsa", "-K", 2)
+    ours, samples, theirs = (tmp_path / name for name in ("ours.jsonl", "samples.jsonl", "theirs.jsonl"))
+    assert niah(*command, "--weights", "f32", "--kv-type", "f32", "--out", ours).returncode == 0
+    assert niah(*command, "--export", samples).returncode == 0
+    python = [sys.executable, "-m", "phsa.hf.niah", samples, "--model", smollm2, "--out", theirs, "--dtype", "float32"]
+    for more in (["--samples", "1"], []):  # the second goes on where the first ended
+        done = subprocess.run([*python, *more], capture_output=True, text=True, env=PACKAGE)
+        assert done.returncode == 0, done.stderr
+
+    def comparable(path):
+        left_out = ("seconds", "answer")  # here tokens, there their text
+        return sorted(
+            json.dumps({k: v for k, v in r.items() if k not in left_out}, sort_keys=True) for r in lines(path)[1:]
+        )
+
+    assert comparable(ours) == comparable(theirs) and len(lines(ours)) == 7
+    merged = rows(run_phsa("niah", "--merge", theirs, "--json"))
+    assert [row["score"] for row in merged] == [
+        row["score"] for row in rows(run_phsa("niah", "--merge", ours, "--json"))
+    ]
+    # Another run's file is not continued, and not touched.
+    before = theirs.read_text()
+    assert niah(*command, "--seed", 2, "--export", samples).returncode == 0
+    done = subprocess.run(python, capture_output=True, text=True, env=PACKAGE)
+    assert done.returncode == 1 and "--out" in done.stderr and theirs.read_text() == before
 
 
 def test_a_model_is_needed_unless_files_are_merged():

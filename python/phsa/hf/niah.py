@@ -1,0 +1,175 @@
+"""Needle samples on a Hugging Face model, on a GPU or in the middle of a training run.
+
+    phsa niah -m MODEL --forced --attention dense,infllm2,phsa -K 1,2,4 --samples 100 --export samples.jsonl
+    python -m phsa.hf.niah samples.jsonl --model FOLDER --out answers.jsonl
+    phsa niah --merge answers.jsonl
+
+`phsa niah` writes the samples and, in the end, the tables; here is only what needs the model. A run that was stopped
+goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from . import disable, enable
+
+SAMPLES_FORMAT = "phsa niah samples 1"
+ANSWERS_FORMAT = "phsa niah 1"
+
+
+def read_samples(path: str | os.PathLike) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The header and the samples of a file that `phsa niah --export` wrote."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    try:
+        header, *samples = map(json.loads, lines)
+        good = header["format"] == SAMPLES_FORMAT and all(
+            {"tokens", "answer_tokens", "free_tokens", "records"} <= set(x) for x in samples
+        )
+    except (ValueError, KeyError, TypeError):
+        good = False
+    if not good:
+        raise ValueError(f"{path}: not a file of `phsa niah --export`")
+    return header, samples
+
+
+def set_attention(
+    model: PreTrainedModel, attention: Mapping[str, Any], punctuation: Mapping[str, Sequence[int]]
+) -> None:
+    """Makes a model attend as a record says. Dense attention is the model's own."""
+    if attention["attention"] == "dense" and not attention.get("layers"):
+        disable(model)
+        return
+    model.config.phsa = dict(attention)
+    enable(model, punctuation=punctuation[attention["punctuation"]], check=False)
+
+
+@torch.inference_mode()
+def likeliest_answer(model: PreTrainedModel, sample: Mapping[str, Any], vocabulary: int) -> list[int]:
+    """The most likely token at each place of the answer, given the prompt and the right tokens before it."""
+    answer = sample["answer_tokens"]
+    tokens = torch.tensor([[*sample["tokens"], *answer[:-1]]], device=model.device)
+    logits: Tensor = model(tokens, logits_to_keep=len(answer), use_cache=False).logits
+    return logits[0, :, :vocabulary].argmax(-1).tolist()
+
+
+def answers(
+    model: PreTrainedModel, header: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], known: set[str]
+) -> Iterator[dict[str, Any]]:
+    """The records of all samples but the known ones, as they are answered."""
+    for sample in samples:
+        for record in sample["records"]:
+            if key(record) in known:
+                continue
+            set_attention(model, record["attention"], header["punctuation"])
+            start = time.perf_counter()
+            found = likeliest_answer(model, sample, header["vocabulary"])
+            free = sample["free_tokens"]
+            right = found[free:] == sample["answer_tokens"][free:]
+            yield {
+                **record,
+                "score": float(right),
+                "found": [right],
+                # There need not be a tokenizer here.
+                "answer": "tokens " + " ".join(map(str, found)),
+                "seconds": time.perf_counter() - start,
+            }
+
+
+def key(record: Mapping[str, Any]) -> str:
+    """What tells records of one file apart."""
+    return json.dumps([record[name] for name in ("task", "length", "sample", "attention")], sort_keys=True)
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    """As `phsa niah` writes it."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def _open_answers(path: Path, header: Mapping[str, Any]) -> set[str]:
+    """Makes the file, or reads what a stopped run left in it; a last line without its end is dropped."""
+    if not path.exists() or path.stat().st_size == 0:
+        path.write_text(_line(header), encoding="utf-8")
+        return set()
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    try:
+        first, *records = map(json.loads, whole.splitlines())
+        known = {key(record) for record in records}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path}: not a file of needle answers; give another --out") from None
+    if first != header:
+        raise ValueError(f"{path}: holds answers of another model or other samples; give another --out")
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    return known
+
+
+def run(
+    model: PreTrainedModel, name: str, samples_file: str | os.PathLike, out: str | os.PathLike, limit: int | None = None
+) -> None:
+    """Answers the samples that `out` lacks and appends them to it."""
+    header, samples = read_samples(samples_file)
+    context = model.config.max_position_embeddings
+    longest = max((record["length"] for sample in samples for record in sample["records"]), default=0)
+    if longest > context:
+        raise ValueError(f"{samples_file}: samples of {longest} tokens; the model's context is {context}")
+    dtype = str(model.dtype).removeprefix("torch.")
+    kept = {name: value for name, value in header.items() if name not in ("vocabulary", "punctuation")}
+    kept |= {"format": ANSWERS_FORMAT, "model": name, "fingerprint": "", "weights": dtype, "kv_type": dtype}
+    known = _open_answers(Path(out), kept)
+    samples = samples[:limit]
+    missing = sum(key(record) not in known for sample in samples for record in sample["records"])
+    start = time.perf_counter()
+    with Path(out).open("a", encoding="utf-8") as file:
+        for done, record in enumerate(answers(model, header, samples, known), start=1):
+            file.write(_line(record))
+            file.flush()
+            if sys.stderr.isatty() or done % 100 == 0 or done == missing:
+                left = (time.perf_counter() - start) / done * (missing - done)
+                print(f"\rneedles: {done} of {missing} answers, {left:.0f} s left", end="", file=sys.stderr)
+    print(file=sys.stderr)
+
+
+def load(model: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A folder or name of Hugging Face, or a .gguf file, which transformers then turns back into plain weights."""
+    path = Path(model)
+    if path.suffix == ".gguf":
+        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m phsa.hf.niah", description="needle samples on a Hugging Face model"
+    )
+    parser.add_argument("samples", help="a file of `phsa niah --export`")
+    parser.add_argument("--model", required=True, help="a folder or name that transformers loads, or a .gguf file")
+    parser.add_argument(
+        "--out", required=True, help="JSON lines for `phsa niah --merge`; a stopped run goes on from it"
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--samples", dest="limit", type=int, help="only the first of them")
+    args = parser.parse_args()
+    try:
+        read_samples(args.samples)  # before the weights are loaded
+        model = load(args.model, getattr(torch, args.dtype))
+        run(model.to(args.device).eval(), args.model, args.samples, args.out, args.limit)
+    except (OSError, ValueError) as error:
+        sys.exit(f"phsa: {error}")
+
+
+if __name__ == "__main__":
+    main()
