@@ -4,9 +4,13 @@
 #include <limits>
 #include <map>
 
+#include "engine/attention_choice.h"
 #include "engine/memory_plan.h"
 #include "engine/sampler.h"
+#include "engine/sampling_choice.h"
+#include "engine/session.h"
 #include "engine/stop_strings.h"
+#include "fake_engine.h"
 #include "refusal.h"
 
 namespace phsa {
@@ -82,6 +86,15 @@ TEST(Sampler, ThePenaltyCountsEachTokenOnceAndBothSigns) {
   EXPECT_EQ(sampler.Next(std::vector<float>{-1.0f, -1.9f}, seen), 1);  // -1 · 2 < -1.9
 }
 
+TEST(Sampler, ThePenaltyPassesOverTokensThatCannotBeChosen) {
+  SamplerSettings settings;
+  settings.temperature = 0;
+  settings.repetition_penalty = 2;
+  // A prompt may have ids of the model's padding, which have no logits here.
+  const std::vector<int32_t> seen = {7, 0};
+  EXPECT_EQ(Sampler(settings).Next(std::vector<float>{3.0f, 1.6f}, seen), 1);
+}
+
 TEST(Sampler, LogitsThatAreNoNumbersAreRefusedOrPassedOver) {
   const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
   Sampler sampler(Everything(1));
@@ -141,6 +154,107 @@ TEST(MemoryPlan, WhatDoesNotFitIsRefusedWithBothNumbers) {
   plan.available = 5'000'000'000;
   CheckFits(plan);
   EXPECT_GT(AvailableMemory(), 0u);
+}
+
+TEST(Engine, TheCacheMayHoldMoreThanTheLongestText) {
+  EngineOptions options = FakeOptions(256);
+  const auto plan = [&] { return Engine(std::make_unique<FakeModel>(), SmallTokenizer(), options).plan(); };
+  const MemoryPlan one_text = plan();
+  EXPECT_EQ(one_text.cache_tokens, 256);
+  options.cache_tokens = 1024;
+  const MemoryPlan four_texts = plan();
+  EXPECT_EQ(four_texts.context, 256);
+  EXPECT_EQ(four_texts.cache_tokens, 1024);
+  EXPECT_EQ(four_texts.key_values, 4 * one_text.key_values);
+  EXPECT_NE(four_texts.Text().find("1024 tokens in texts of up to 256"), std::string::npos) << four_texts.Text();
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  EXPECT_EQ(engine->cache().num_pages(), 8);
+  engine->SetAttention({SmallSettings(Policy::kPhsa, 1), {}});
+  EXPECT_EQ(engine->cache().num_pages(), 8);
+  EXPECT_NE(Refusal([&] { Session(*engine).Generate(Tokens(256), {}, {}); }).find("holds 256"), std::string::npos);
+
+  options.context = 0;
+  EXPECT_EQ(plan().context, 1024) << "the model's is longer, but would not fit";
+  options.cache_tokens = 10000;
+  EXPECT_EQ(plan().context, 4096) << "the model's";
+  options.context = 2048;
+  options.cache_tokens = 2000;
+  const std::string message = Refusal(plan);
+  EXPECT_NE(message.find("2000"), std::string::npos) << message;
+  EXPECT_NE(message.find("2048"), std::string::npos) << message;
+}
+
+TEST(Session, TokensThatTheModelHasNotAreRefused) {
+  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(256));
+  const std::vector<int32_t> prompt = {1, 2, 101};
+  EXPECT_EQ(Refusal([&] { Session(*engine).Generate(prompt, {}, {}); }),
+            "the prompt has the token 101; the model's are 0 to 100");
+}
+
+TEST(AttentionChoice, TheUsersCountFirstThenTheFilesThenTheModelsThenThePreset) {
+  ModelConfig config;
+  AttentionChoice choice;
+  EXPECT_EQ(ResolveAttention(choice, config, 8192).base.policy, Policy::kDense);
+  config.phsa_settings = R"({"attention": "phsa", "top_k": 3, "layers": {"1": {"top_k": 5}}})";
+  LayerSettings settings = ResolveAttention(choice, config, 8192);
+  EXPECT_EQ(settings.base.policy, Policy::kPhsa);
+  EXPECT_EQ(settings.base.top_k, 3);
+  EXPECT_EQ(settings.layers.at(1).top_k, 5);
+  EXPECT_EQ(settings.base.dense_below, kCrossover);
+  EXPECT_EQ(settings.layers.at(1).dense_below, kCrossover);
+  choice.config_json = R"({"attention": "quest", "top_k": 7, "dense_below": 64})";
+  settings = ResolveAttention(choice, config, 8192);
+  EXPECT_EQ(settings.base.policy, Policy::kQuest);
+  EXPECT_EQ(settings.base.top_k, 7);
+  EXPECT_EQ(settings.base.dense_below, 64);
+  EXPECT_TRUE(settings.layers.empty());
+  choice.top_k = 9;
+  choice.lambda = 0.5f;
+  choice.init = 32;
+  choice.group_reduce = "max";
+  settings = ResolveAttention(choice, config, 8192);
+  EXPECT_EQ(settings.base.policy, Policy::kQuest);
+  EXPECT_EQ(settings.base.top_k, 9);
+  EXPECT_EQ(settings.base.lambda, 0.5f);
+  EXPECT_EQ(settings.base.init_tokens, 32);
+  EXPECT_EQ(settings.base.group_reduce, GroupReduce::kMax);
+}
+
+TEST(AttentionChoice, APolicyByNameTakesThePresetOfTheContext) {
+  ModelConfig config;
+  config.phsa_settings = R"({"attention": "phsa", "top_k": 3})";
+  AttentionChoice choice;
+  choice.policy = "infllm2-64";
+  const LayerSettings settings = ResolveAttention(choice, config, 4096);
+  EXPECT_EQ(settings.base.policy, Policy::kInfllm2_64);
+  EXPECT_EQ(settings.base.block_size, 64);
+  EXPECT_EQ(settings.base.lambda, 1);
+  EXPECT_EQ(settings.base.top_k, 16) << "only auto takes what the model carries";
+  EXPECT_EQ(settings.base.local_tokens, Settings::Preset(4096).local_tokens);
+  EXPECT_EQ(settings.base.dense_below, 0);
+  choice.policy = "fast";
+  EXPECT_NE(Refusal([&] { ResolveAttention(choice, config, 4096); }).find("fast"), std::string::npos);
+  choice.policy = "phsa";
+  choice.top_k = -1;
+  EXPECT_NE(Refusal([&] { ResolveAttention(choice, config, 4096); }).find("-1"), std::string::npos);
+}
+
+TEST(SamplingChoice, TheUsersCountFirstThenTheModelsThenOurs) {
+  ModelConfig config;
+  config.temperature = 0.3f;
+  config.top_k = 5;
+  SamplingChoice choice;
+  choice.temperature = 0.0f;
+  choice.seed = 42;
+  const SamplerSettings settings = ResolveSampling(choice, config);
+  EXPECT_EQ(settings.temperature, 0);
+  EXPECT_EQ(settings.top_k, 5);
+  EXPECT_EQ(settings.top_p, SamplerSettings().top_p);
+  EXPECT_EQ(settings.seed, 42u);
+  choice.seed.reset();
+  EXPECT_NE(ResolveSampling(choice, config).seed, ResolveSampling(choice, config).seed) << "once in 4 billion runs";
+  choice.top_p = 2.0f;
+  EXPECT_NE(Refusal([&] { ResolveSampling(choice, config); }).find("--top-p is 2"), std::string::npos);
 }
 
 }  // namespace

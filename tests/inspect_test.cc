@@ -12,7 +12,7 @@
 #include "eval/perplexity.h"
 #include "eval/query_blocks.h"
 #include "eval/recall.h"
-#include "fake_model.h"
+#include "fake_engine.h"
 
 // After engine/session.h, where an enumerator would shadow a constant of it.
 #include "attention/reference.h"
@@ -20,51 +20,14 @@
 namespace phsa {
 namespace {
 
-Settings Small(Policy policy, int32_t top_k) {
-  Settings settings;
-  settings.policy = policy;
-  settings.block_size = policy == Policy::kInfllm2_64 ? 64 : 16;
-  settings.init_tokens = settings.block_size;
-  settings.local_tokens = 2 * settings.block_size;
-  settings.top_k = top_k;
-  settings.lambda = 0.8f;
-  settings.punctuation = "none";
-  return settings;
-}
-
 const std::vector<Policy> kSparse = {Policy::kPhsa, Policy::kInfllm2, Policy::kInfllm2_64, Policy::kQuest,
                                      Policy::kStreaming};
 
-// The vocabulary of FakeModel: letters, some punctuation, a control token, and the bytes of "é" and "😀" one by one.
-constexpr int32_t kEnd = 100;
-Tokenizer SmallTokenizer() {
-  BpeVocabulary vocabulary;
-  vocabulary.model = "gpt2";
-  vocabulary.pre = "gpt-2";
-  for (char c = 'a'; c <= 'z'; ++c) vocabulary.tokens.emplace_back(1, c);
-  for (const char* token : {".", ",", "Ġ", "Ċ", "<", "/", ">", "Ã", "©", "ð", "Ł", "ĺ", "Ģ"}) {
-    vocabulary.tokens.emplace_back(token);
-  }
-  while (vocabulary.tokens.size() < static_cast<size_t>(kEnd)) {
-    vocabulary.tokens.push_back("x" + std::to_string(vocabulary.tokens.size()));
-  }
-  vocabulary.tokens.emplace_back("<|end|>");
-  vocabulary.token_types.assign(vocabulary.tokens.size(), 1);
-  vocabulary.token_types.back() = 3;
-  return Tokenizer::FromVocabulary(vocabulary, "small");
-}
-
 std::unique_ptr<Engine> MakeEngine(const Settings& settings, int32_t chunk = 512,
                                    WeightsMode weights = WeightsMode::kF32) {
-  EngineOptions options;
+  EngineOptions options = FakeOptions(1024, chunk, settings);
   options.weights = weights;
-  options.context = 1024;
-  options.threads = 2;
-  options.chunk = chunk;
-  options.attention.base = settings;
-  auto engine = std::make_unique<Engine>(std::make_unique<FakeModel>(), SmallTokenizer(), options);
-  engine->Load([](double) { return true; });
-  return engine;
+  return LoadedEngine(options);
 }
 
 std::vector<int32_t> RandomTokens(size_t count) {
@@ -117,7 +80,7 @@ TEST(Recall, IsTheShareOfTheSoftmaxOnTheTokensThatAreRead) {
   const std::vector<int32_t> tokens = RandomTokens(600);
   for (const Policy policy : kSparse) {
     for (const GroupReduce reduce : {GroupReduce::kSum, GroupReduce::kNone}) {
-      Settings settings = Small(policy, 3);
+      Settings settings = SmallSettings(policy, 3);
       settings.group_reduce = reduce;
       const std::unique_ptr<Engine> engine = MakeEngine(settings, 250);
       const ModelConfig& config = engine->config();
@@ -156,7 +119,7 @@ TEST(Recall, IsOneWhereEverythingIsRead) {
   const std::vector<int32_t> tokens = RandomTokens(500);
   for (const auto& [policy, top_k] :
        {std::pair{Policy::kDense, 0}, {Policy::kPhsa, 1000}, {Policy::kQuest, 1000}, {Policy::kInfllm2_64, 1000}}) {
-    const std::unique_ptr<Engine> engine = MakeEngine(Small(policy, top_k));
+    const std::unique_ptr<Engine> engine = MakeEngine(SmallSettings(policy, top_k));
     const RecallMeter::Part total = MeterOf(*engine, tokens).total();
     EXPECT_NEAR(*total.all.value(), 1, 1e-6) << Name(policy);
     EXPECT_EQ(total.all.count, 500 * 2 * 4);  // queries, layers, query heads
@@ -166,7 +129,7 @@ TEST(Recall, IsOneWhereEverythingIsRead) {
 
 TEST(Recall, OfSparseQueriesLeavesOutThoseThatReadEverything) {
   const std::vector<int32_t> tokens = RandomTokens(500);
-  const std::unique_ptr<Engine> engine = MakeEngine(Small(Policy::kPhsa, 2));
+  const std::unique_ptr<Engine> engine = MakeEngine(SmallSettings(Policy::kPhsa, 2));
   const RecallMeter meter = MeterOf(*engine, tokens);
   const RecallMeter::Part total = meter.total();
   // Block 0 is init, three are local, two are chosen: from block 6 on something is left out.
@@ -186,7 +149,7 @@ TEST(Recall, OfSparseQueriesLeavesOutThoseThatReadEverything) {
 
 TEST(Recall, DoesNotDependOnChunksNorChangesTheRun) {
   const std::vector<int32_t> tokens = RandomTokens(400);
-  const Settings settings = Small(Policy::kPhsa, 2);
+  const Settings settings = SmallSettings(Policy::kPhsa, 2);
   const std::unique_ptr<Engine> whole = MakeEngine(settings), parts = MakeEngine(settings, 37);
   const double unwatched = Perplexity(*whole, tokens, {}).loss;
   RecallMeter meter(whole->config(), PHSA_F32);
@@ -197,7 +160,7 @@ TEST(Recall, DoesNotDependOnChunksNorChangesTheRun) {
 TEST(QueryBlocks, AgreeWithTheReference) {
   std::mt19937 random(3);
   for (int i = 0; i < 2000; ++i) {
-    Settings settings = Small(kSparse[random() % kSparse.size()], static_cast<int32_t>(random() % 6));
+    Settings settings = SmallSettings(kSparse[random() % kSparse.size()], static_cast<int32_t>(random() % 6));
     settings.init_tokens = static_cast<int32_t>(random() % 4) * settings.block_size;
     settings.local_tokens = static_cast<int32_t>(random() % 4) * settings.block_size;
     settings.dense_below = static_cast<int32_t>(random() % 3) * 128;
@@ -230,7 +193,7 @@ TEST(QueryBlocks, SparsityIsThePapers) {
 
 TEST(Inspect, KeepsWhatTheAttentionChose) {
   for (const int32_t chunk : {64, 512}) {
-    Settings settings = Small(Policy::kPhsa, 3);
+    Settings settings = SmallSettings(Policy::kPhsa, 3);
     settings.punctuation = "en";
     const std::unique_ptr<Engine> engine = MakeEngine(settings, chunk);
     const std::vector<int32_t> prompt = RandomTokens(300);
@@ -277,7 +240,7 @@ TEST(Inspect, KeepsWhatTheAttentionChose) {
 
 TEST(Inspect, ReadsAsManyTokensAsTheDecoderCounts) {
   for (const Policy policy : kSparse) {
-    const std::unique_ptr<Engine> engine = MakeEngine(Small(policy, 3));
+    const std::unique_ptr<Engine> engine = MakeEngine(SmallSettings(policy, 3));
     const Inspection inspection = Inspect(*engine, RandomTokens(300), 300, Greedy(0), {});
     EXPECT_EQ(inspection.Read().read, engine->decoder().tokens_read().read) << Name(policy);
     EXPECT_EQ(inspection.Read().dense, engine->decoder().tokens_read().dense);
@@ -285,7 +248,7 @@ TEST(Inspect, ReadsAsManyTokensAsTheDecoderCounts) {
 }
 
 TEST(Inspect, BlocksOfSeveralSizesAreCountedInTheSmallest) {
-  Settings settings = Small(Policy::kPhsa, 3);
+  Settings settings = SmallSettings(Policy::kPhsa, 3);
   const std::unique_ptr<Engine> engine = MakeEngine(settings);
   LayerSettings attention;
   attention.base = settings;
@@ -324,7 +287,7 @@ TEST(TokenTexts, BytesThatAreNoCharacterAreReplaced) {
 
 // An inspection of a text that tries to leave its place.
 Inspection Hostile() {
-  const std::unique_ptr<Engine> engine = MakeEngine(Small(Policy::kPhsa, 2));
+  const std::unique_ptr<Engine> engine = MakeEngine(SmallSettings(Policy::kPhsa, 2));
   Inspection inspection = Inspect(*engine, RandomTokens(200), 2, Greedy(0), {});
   const std::vector<std::string> texts = {"</script>",    "<script>alert(1)</script>",
                                           "<!--",         "-->",
@@ -370,7 +333,7 @@ TEST(InspectionHtml, NeedsNothingFromElsewhere) {
 }
 
 TEST(InspectionHtml, HasTheChoices) {
-  const std::unique_ptr<Engine> engine = MakeEngine(Small(Policy::kPhsa, 2));
+  const std::unique_ptr<Engine> engine = MakeEngine(SmallSettings(Policy::kPhsa, 2));
   const Inspection inspection = Inspect(*engine, RandomTokens(200), 2, Greedy(0), {});
   const std::string page = InspectionHtml(inspection);
   const size_t begin = page.find("id=\"data\">") + 10;
@@ -406,7 +369,7 @@ TEST(InspectionText, HasNothingThatATerminalObeys) {
 }
 
 TEST(InspectionJson, SaysWhatTheInspectionHas) {
-  const std::unique_ptr<Engine> engine = MakeEngine(Small(Policy::kQuest, 2));
+  const std::unique_ptr<Engine> engine = MakeEngine(SmallSettings(Policy::kQuest, 2));
   const Inspection inspection = Inspect(*engine, RandomTokens(200), 1, Greedy(2), {});
   const auto json = nlohmann::json::parse(InspectionJson(inspection));
   EXPECT_EQ(json["attention"]["attention"], "quest");

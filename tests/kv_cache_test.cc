@@ -113,6 +113,43 @@ TEST_F(Cache, TruncatingAForkDoesNotDisturbTheOther) {
   EXPECT_TRUE(SameBits(Read(one, other), Read(fresh, other)));
 }
 
+TEST_F(Cache, TextsThatPartAtTheEndOfAPageKeepTheirOwnRepresentatives) {
+  // infllm2-64's last representative of a page covers the first 16 tokens of the next one.
+  LayerSettings settings;
+  settings.base.policy = Policy::kInfllm2_64;
+  settings.base.block_size = settings.base.init_tokens = settings.base.local_tokens = 64;
+  settings.base.top_k = 1;
+  KvCache pooled(PageLayout(model.config(), settings, PHSA_F32), 32);
+  Decoder reader(model.config(), weights, settings, PHSA_F32, 1024, threads);
+  const auto read = [&](Sequence& sequence, std::span<const int32_t> tokens) {
+    std::vector<float> out;
+    const BatchItem item{&sequence, tokens, BatchItem::Logits::kAll};
+    reader.Step({&item, 1},
+                [&](int32_t, int32_t, const float* logits) { out.insert(out.end(), logits, logits + 101); });
+    return out;
+  };
+  for (const size_t shared : {128, 133, 143, 144, 256}) {
+    const std::vector<int32_t> text = Tokens(shared);
+    const std::vector<int32_t> left[] = {Tokens(9, 2), Tokens(300, 3)}, right[] = {Tokens(20, 4), Tokens(300, 5)};
+    const auto alone = [&](const std::vector<int32_t>(&parts)[2]) {
+      Sequence sequence(pooled);
+      read(sequence, text);
+      read(sequence, parts[0]);
+      return read(sequence, parts[1]);
+    };
+    Sequence one(pooled);
+    read(one, text);
+    Sequence two = one.Fork();
+    const size_t needed = one.PagesToAppend(9);
+    const int32_t free = pooled.free_pages();
+    read(one, left[0]);
+    EXPECT_EQ(static_cast<size_t>(free - pooled.free_pages()), needed);
+    read(two, right[0]);
+    EXPECT_TRUE(SameBits(read(one, left[1]), alone(left))) << shared;
+    EXPECT_TRUE(SameBits(read(two, right[1]), alone(right))) << shared;
+  }
+}
+
 TEST_F(Cache, PagesComeBackWhenTheLastOwnerIsGone) {
   {
     Sequence one(cache);

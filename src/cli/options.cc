@@ -3,11 +3,11 @@
 #include <charconv>
 #include <cstdio>
 #include <filesystem>
-#include <random>
 
 #include "base/errors.h"
 #include "base/mapped_file.h"
 #include "cli/terminal.h"
+#include "engine/attention_choice.h"
 #include "eval/query_blocks.h"
 #include "io/model_store.h"
 #include "tokenizer/utf8_scan.h"
@@ -58,57 +58,6 @@ void AddAttentionFlags(CLI::App& command, AttentionFlags& flags) {
 namespace {
 
 constexpr size_t kMaxConfigBytes = size_t{16} << 20;
-// Query positions from which PHSA was measured to be faster than dense attention (docs/engine.md). auto reads densely
-// below, unless the settings say themselves where.
-constexpr int32_t kCrossover = 1024;
-
-LayerSettings CarriedSettings(const std::string& json, bool is_auto) {
-  LayerSettings settings = SettingsFromJson(json);
-  if (is_auto && json.find("\"dense_below\"") == std::string::npos) {
-    settings.base.dense_below = kCrossover;
-    for (auto& [layer, one] : settings.layers) one.dense_below = kCrossover;
-  }
-  return settings;
-}
-
-void SetPolicy(Settings& settings, Policy policy) {
-  settings.policy = policy;
-  if (policy == Policy::kInfllm2_64) settings.block_size = 64;
-  if (policy == Policy::kInfllm2 || policy == Policy::kInfllm2_64) {
-    settings.lambda = 1;
-    settings.head_lambda.clear();
-  }
-}
-
-LayerSettings AttentionFor(const std::string& policy, std::optional<int32_t> top_k, const AttentionFlags& flags,
-                           const ModelConfig& config, int64_t context) {
-  LayerSettings settings;
-  settings.base = Settings::Preset(context);
-  settings.base.policy = Policy::kDense;
-  const bool is_auto = policy == "auto";
-  if (!flags.config_file.empty()) {
-    settings = CarriedSettings(ReadTextFile(flags.config_file, kMaxConfigBytes), is_auto);
-  } else if (is_auto && !config.phsa_settings.empty()) {
-    settings = CarriedSettings(config.phsa_settings, is_auto);
-  }
-  const auto change = [&](Settings& one) {
-    if (!is_auto) SetPolicy(one, PolicyFromName(policy));
-    if (top_k) one.top_k = *top_k;
-    if (flags.lambda) {
-      one.lambda = *flags.lambda;
-      one.head_lambda.clear();
-    }
-    if (flags.init) one.init_tokens = *flags.init;
-    if (flags.local) one.local_tokens = *flags.local;
-    if (flags.block) one.block_size = *flags.block;
-    if (!flags.punctuation.empty()) one.punctuation = flags.punctuation;
-    if (!flags.group_reduce.empty()) one.group_reduce = GroupReduceFromName(flags.group_reduce);
-    Validate(one);
-  };
-  change(settings.base);
-  for (auto& [layer, one] : settings.layers) change(one);
-  return settings;
-}
 
 // No settings for K: whatever is said elsewhere.
 std::vector<std::optional<int32_t>> TopKs(const AttentionFlags& flags) {
@@ -119,10 +68,23 @@ std::vector<std::optional<int32_t>> TopKs(const AttentionFlags& flags) {
 }  // namespace
 
 std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const ModelConfig& config, int64_t context) {
+  AttentionChoice choice;
+  choice.lambda = flags.lambda;
+  choice.init = flags.init;
+  choice.local = flags.local;
+  choice.block = flags.block;
+  choice.punctuation = flags.punctuation;
+  choice.group_reduce = flags.group_reduce;
+  if (!flags.config_file.empty()) {
+    choice.config_json = ReadTextFile(flags.config_file, kMaxConfigBytes);
+    SettingsFromJson(choice.config_json);  // so that an empty file is refused: for a choice it would mean none
+  }
   std::vector<LayerSettings> all;
   for (const std::string& policy : flags.policies) {
     for (const std::optional<int32_t> top_k : TopKs(flags)) {
-      LayerSettings settings = AttentionFor(policy, top_k, flags, config, context);
+      choice.policy = policy;
+      choice.top_k = top_k;
+      LayerSettings settings = ResolveAttention(choice, config, context);
       if (all.empty() || settings != all.back()) all.push_back(std::move(settings));
       if (!Chooses(all.back().base.policy)) break;
     }
@@ -149,25 +111,10 @@ void AddSamplingFlags(CLI::App& command, SamplingFlags& flags) {
 
 GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& config) {
   GenerateOptions options;
-  SamplerSettings& sampler = options.sampler;
-  // The user's, else the model's, else the program's.
-  const auto choose = [](const auto& flag, const auto& model, auto& value) {
-    if (flag) {
-      value = *flag;
-    } else if (model) {
-      value = *model;
-    }
-  };
-  choose(flags.temperature, config.temperature, sampler.temperature);
-  choose(flags.top_k, config.top_k, sampler.top_k);
-  choose(flags.top_p, config.top_p, sampler.top_p);
-  choose(flags.min_p, config.min_p, sampler.min_p);
-  choose(flags.repetition_penalty, config.repetition_penalty, sampler.repetition_penalty);
-  sampler.seed = flags.seed ? *flags.seed : std::random_device{}();
+  options.sampler = ResolveSampling(flags, config);
   options.max_tokens = flags.max_tokens;
   options.stops = flags.stops;
   options.ignore_eos = flags.ignore_eos;
-  Validate(sampler);
   return options;
 }
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/sampling_choice.h"
 #include "engine/session.h"
 #include "phsa/settings.h"
 #include "tokenizer/chat_template.h"
@@ -37,10 +38,7 @@ void AddAttentionFlags(CLI::App& command, AttentionFlags& flags);
 std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const ModelConfig& config, int64_t context);
 
 // How tokens are chosen. Unset flags take what the model recommends, then the program's own.
-struct SamplingFlags {
-  std::optional<float> temperature, top_p, min_p, repetition_penalty;
-  std::optional<int32_t> top_k;
-  std::optional<uint64_t> seed;
+struct SamplingFlags : SamplingChoice {
   int32_t max_tokens = 512;
   std::vector<std::string> stops;
   bool ignore_eos = false;

@@ -50,13 +50,16 @@ MemoryPlan MakePlan(const ModelSource& source, const EngineOptions& options, int
   plan.workspace = Decoder::WorkspaceBytes(config, kv_dtype, options.chunk, num_threads);
   plan.available = AvailableMemory();
   plan.context = options.context;
+  plan.cache_tokens = options.cache_tokens;
+  if (plan.context == 0 && plan.cache_tokens > 0) plan.context = std::min(config.context, plan.cache_tokens);
   if (plan.context == 0) {
     const uint64_t fixed = plan.weights + plan.workspace;
     const uint64_t pages = plan.available > fixed ? (plan.available - fixed) / layout.page_bytes : 0;
     plan.context = static_cast<int32_t>(std::min<uint64_t>(static_cast<uint64_t>(config.context), pages * kPageTokens));
     plan.context = std::max(plan.context, kPageTokens);  // CheckFits says the rest
   }
-  const auto pages = uint64_t{PagesFor(static_cast<size_t>(plan.context))};
+  if (plan.cache_tokens == 0) plan.cache_tokens = plan.context;
+  const auto pages = uint64_t{PagesFor(static_cast<size_t>(plan.cache_tokens))};
   plan.representatives = pages * layout.representative_bytes;
   plan.key_values = pages * (layout.page_bytes - layout.representative_bytes);
   return plan;
@@ -106,6 +109,10 @@ Engine::Engine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const E
   if (options_.context < 0 || options_.context > model.context) {
     ThrowInvalid("-c is {}; the model's context is {} tokens", options_.context, model.context);
   }
+  if (options_.cache_tokens < 0 || (options_.cache_tokens > 0 && options_.cache_tokens < options_.context)) {
+    ThrowInvalid("the cache is to hold {} tokens, and the context is {}; it must hold one text of that length",
+                 options_.cache_tokens, options_.context);
+  }
   if (options_.chunk < 1 || options_.chunk > 65536) {
     ThrowInvalid("--chunk is {}; allowed: 1 to 65536", options_.chunk);
   }
@@ -119,12 +126,24 @@ Engine::Engine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const E
   CheckFits(plan_);
 }
 
+void Engine::CheckTokens(std::span<const int32_t> tokens, const std::string& text) const {
+  for (const int32_t token : tokens) {
+    if (token >= 0 && token < config().vocab_size) continue;
+    ThrowInvalid("{} has the token {}; the model's are 0 to {}", text, token, config().vocab_size - 1);
+  }
+}
+
+const char* Engine::TooLongAdvice() const {
+  return plan_.context < config().context ? "ask for a larger context (-c)" : "give a shorter text";
+}
+
 void Engine::SetAttention(const LayerSettings& attention) {
   if (attention == options_.attention) return;
   CheckAttention(attention, config());
   EngineOptions options = options_;
   options.attention = attention;
-  options.context = plan_.context;  // as it was, whatever the new pages weigh
+  options.context = plan_.context;  // as they were, whatever the new pages weigh
+  options.cache_tokens = plan_.cache_tokens;
   MemoryPlan plan = MakePlan(*source_, options, kv_dtype_, threads_.num_threads());
   plan.available = plan_.available;  // before the weights were loaded
   CheckFits(plan);
@@ -165,7 +184,7 @@ KvIdentity Engine::cache_identity() const {
 
 void Engine::MakeCache() {
   decoder_.reset();  // first give back, then take
-  const auto pages = static_cast<int32_t>(PagesFor(static_cast<size_t>(plan_.context)));
+  const auto pages = static_cast<int32_t>(PagesFor(static_cast<size_t>(plan_.cache_tokens)));
   cache_ = std::make_unique<KvCache>(PageLayout(config(), options_.attention, kv_dtype_), pages);
   decoder_ = std::make_unique<Decoder>(config(), weights_, options_.attention, kv_dtype_, options_.chunk, threads_);
   decoder_->SetPunctuation(punctuation_);

@@ -6,7 +6,9 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "engine/memory_plan.h"
 #include "io/model_source.h"
@@ -19,13 +21,17 @@
 
 namespace phsa {
 
+// Tokens: fewer than this are read again sooner than a text waits for another one that has them, or copies their page.
+inline constexpr size_t kWorthSharing = 16;
+
 struct EngineOptions {
   WeightsMode weights = WeightsMode::kAuto;
   std::optional<int32_t> kv_dtype;  // none: f32 with f32 weights, else the 16-bit type that the CPU multiplies
-  int32_t context = 0;              // tokens that the KV cache holds; 0: the model's, or as many as fit into memory
+  int32_t context = 0;              // tokens of the longest text; 0: the model's, or as many as fit into memory
+  int32_t cache_tokens = 0;         // tokens that the KV cache holds, of all texts together; 0: one longest text
   int32_t threads = 0;              // 0: one per core
   int32_t chunk = 512;              // tokens of a prefill step
-  LayerSettings attention;          // dense unless set
+  LayerSettings attention;
 };
 
 Tokenizer LoadTokenizer(const ModelSource& source);
@@ -43,6 +49,9 @@ class Engine {
   const Tokenizer& tokenizer() const { return tokenizer_; }
   const EngineOptions& options() const { return options_; }
   ThreadPool& threads() { return threads_; }
+  // Throws phsa::Error where one of the tokens is not in the model's vocabulary; `text` says whose they are.
+  void CheckTokens(std::span<const int32_t> tokens, const std::string& text) const;
+  const char* TooLongAdvice() const;  // what to do about a text that the context does not hold
 
   // Reads and packs the weights. False where `progress` asked to stop. Before this, decoder() and cache() are not
   // there.

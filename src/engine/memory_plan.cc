@@ -36,8 +36,9 @@ uint64_t AvailableMemory() {
 }
 
 std::string MemoryPlan::Text() const {
-  std::string text = fmt::format("memory: weights {} ({}), KV cache {} for {} tokens ({})", Gigabytes(weights),
-                                 weight_types, Gigabytes(key_values), context, kv_type);
+  const std::string texts = cache_tokens > context ? fmt::format(" in texts of up to {}", context) : "";
+  std::string text = fmt::format("memory: weights {} ({}), KV cache {} for {} tokens{} ({})", Gigabytes(weights),
+                                 weight_types, Gigabytes(key_values), cache_tokens, texts, kv_type);
   if (representatives > 0) text += fmt::format(", representatives {}", Gigabytes(representatives));
   text +=
       fmt::format(", workspace {}: {} of {} available", Gigabytes(workspace), Gigabytes(total()), Gigabytes(available));

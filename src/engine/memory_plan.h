@@ -10,8 +10,9 @@ namespace phsa {
 struct MemoryPlan {
   uint64_t weights = 0, key_values = 0, representatives = 0, workspace = 0;  // bytes
   std::string weight_types, kv_type;
-  int32_t context = 0;
-  uint64_t available = 0;  // what the system can give now
+  int32_t context = 0;       // tokens of the longest text
+  int32_t cache_tokens = 0;  // of all texts that are held at once
+  uint64_t available = 0;    // what the system can give now
   uint64_t total() const { return weights + key_values + representatives + workspace; }
   std::string Text() const;  // one line
 };

@@ -21,12 +21,17 @@ void Validate(const SamplerSettings& settings) {
   }
 }
 
+void ThrowNoFiniteLogits() {
+  ThrowInvalid("the model gave no finite logits; its weights are damaged, or not for this architecture");
+}
+
 Sampler::Sampler(const SamplerSettings& settings) : settings_(settings), random_(settings.seed) { Validate(settings); }
 
 int32_t Sampler::Next(std::span<const float> logits, std::span<const int32_t> seen) {
   if (settings_.repetition_penalty != 1) {
     logits_.assign(logits.begin(), logits.end());
     for (const int32_t id : seen) {
+      if (static_cast<size_t>(id) >= logits.size()) continue;  // a prompt may have one that cannot be chosen
       // Once a token, however often it was seen: from the model's own logit, not from the one already changed.
       const float logit = logits[static_cast<size_t>(id)];
       logits_[static_cast<size_t>(id)] =
@@ -42,9 +47,7 @@ int32_t Sampler::Next(std::span<const float> logits, std::span<const int32_t> se
       best = static_cast<int32_t>(id);
     }
   }
-  if (best < 0 || !std::isfinite(best_logit)) {
-    ThrowInvalid("the model gave no finite logits; its weights are damaged, or not for this architecture");
-  }
+  if (best < 0 || !std::isfinite(best_logit)) ThrowNoFiniteLogits();
   if (settings_.temperature == 0 || settings_.top_k == 1) return best;
 
   candidates_.clear();

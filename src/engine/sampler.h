@@ -22,6 +22,8 @@ struct SamplerSettings {
 // Throws phsa::Error naming the flag and what it may be.
 void Validate(const SamplerSettings& settings);
 
+[[noreturn]] void ThrowNoFiniteLogits();  // phsa::Error
+
 class Sampler {
  public:
   explicit Sampler(const SamplerSettings& settings);

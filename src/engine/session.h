@@ -8,21 +8,12 @@
 #include <functional>
 #include <optional>
 #include <span>
-#include <string>
 #include <string_view>
-#include <vector>
 
+#include "engine/answer.h"
 #include "engine/engine.h"
-#include "engine/sampler.h"
 
 namespace phsa {
-
-struct GenerateOptions {
-  int32_t max_tokens = 512;
-  SamplerSettings sampler;
-  std::vector<std::string> stops;
-  bool ignore_eos = false;
-};
 
 struct GenerateCallbacks {
   std::function<void(std::string_view text)> text;           // as it comes; whole characters
@@ -30,23 +21,11 @@ struct GenerateCallbacks {
   std::function<bool()> stop;                                // asked before every step
 };
 
-enum class StopReason : uint8_t { kEndOfText, kStopString, kMaxTokens, kContextFull, kInterrupted };
-const char* Name(StopReason reason);  // "end of text", …
-
-struct GenerateResult {
-  std::string text;
-  std::vector<int32_t> tokens;  // without the end token
-  StopReason reason = StopReason::kEndOfText;
-  int32_t prompt_tokens = 0, reused_tokens = 0;
-  double prefill_seconds = 0, decode_seconds = 0;  // decode: from the first token to the last
-  TokensRead tokens_read;                          // by the attention, prompt and answer
-};
-
 class Session {
  public:
   explicit Session(Engine& engine) : engine_(engine), sequence_(engine.cache()) {}
 
-  // Refuses, with both numbers, a prompt that leaves no room for a token in the context.
+  // Refuses what CheckPrompt refuses.
   GenerateResult Generate(std::span<const int32_t> prompt, const GenerateOptions& options,
                           const GenerateCallbacks& callbacks);
   // Reads a text without generating. Returns how many of its tokens were there already; none: stopped.

@@ -81,8 +81,8 @@ struct Decoder::Rows {
   std::vector<int64_t> cache_rows;  // where each row's keys lie, in elements of the cache
   std::vector<int32_t> q_lens, kv_lens, page_table;
   int64_t page_table_stride = 0;
-  std::vector<Plan> plans;              // one for each of the settings that the layers have
-  std::vector<TokensRead> tokens_read;  // of a layer with that plan
+  std::vector<Plan> plans;                           // one for each of the settings that the layers have
+  std::vector<std::vector<TokensRead>> tokens_read;  // of a layer with that plan, for each item
   std::vector<size_t> plan_of_layer;
   const KvCache* cache = nullptr;
 };
@@ -180,9 +180,15 @@ void Decoder::Append(std::span<const BatchItem> batch, Rows& rows) {
     desc.max_threads = threads_.num_threads();
     rows.plans.emplace_back(desc);
     plan_settings.push_back(&settings);
-    TokensRead& read = rows.tokens_read.emplace_back();
-    rows.plans.back().TokensRead(nullptr, &read.read, &read.dense);
     workspace = std::max(workspace, rows.plans.back().WorkspaceSize());
+    // A plan says what all of its sequences read together, so each has one of its own.
+    std::vector<TokensRead>& read = rows.tokens_read.emplace_back(batch.size());
+    desc.num_seqs = 1;
+    for (size_t i = 0; i < batch.size(); ++i) {
+      desc.q_lens = &rows.q_lens[i];
+      desc.kv_lens = &rows.kv_lens[i];
+      Plan(desc).TokensRead(nullptr, &read[i].read, &read[i].dense);
+    }
   }
   if (attention_workspace_.size() < workspace) {
     attention_workspace_ = {};  // first give back, then take
@@ -338,8 +344,10 @@ void Decoder::Attend(int32_t index, const Rows& rows, const KeyValues& kv) {
     plan.Forward(forward);
   }
   times_.attention += SecondsSince(clock);
-  tokens_read_.read += rows.tokens_read[planned].read;
-  tokens_read_.dense += rows.tokens_read[planned].dense;
+  for (size_t i = 0; i < step_tokens_read_.size(); ++i) {
+    step_tokens_read_[i] += rows.tokens_read[planned][i];
+    tokens_read_ += rows.tokens_read[planned][i];
+  }
   if (observer_) observer_({index, plan, settings_.ForLayer(index), forward, rows.q_lens, rows.kv_lens});
 }
 
@@ -352,7 +360,7 @@ void Decoder::EmitLogits(std::span<const BatchItem> batch, const Rows& rows, con
   for (size_t i = 0; i < batch.size(); ++i) {
     const int32_t count = rows.q_lens[i];
     for (int32_t row = 0; row < count; ++row) {
-      if (batch[i].logits == BatchItem::Logits::kAll ||
+      if ((batch[i].logits == BatchItem::Logits::kAll && row >= batch[i].first_row) ||
           (batch[i].logits == BatchItem::Logits::kLast && row == count - 1)) {
         wanted.push_back({static_cast<int32_t>(i), row, start + row});
       }
@@ -383,6 +391,7 @@ void Decoder::EmitLogits(std::span<const BatchItem> batch, const Rows& rows, con
 void Decoder::Step(std::span<const BatchItem> batch, const LogitsSink& sink) {
   Rows rows;
   Append(batch, rows);
+  step_tokens_read_.assign(batch.size(), {});
   Embed(rows);
   for (int32_t layer = 0; layer < config_.num_layers; ++layer) Layer(layer, rows);
   EmitLogits(batch, rows, sink);

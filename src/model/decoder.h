@@ -43,12 +43,18 @@ struct BatchItem {
   Sequence* sequence = nullptr;
   std::span<const int32_t> tokens;  // appended to the sequence; at least one
   enum class Logits : uint8_t { kNone, kLast, kAll } logits = Logits::kLast;
+  int32_t first_row = 0;  // kAll: the logits of this row and those behind it
 };
 
 // Tokens that queries read, summed over steps, layers and query heads, and what dense attention would have read.
 struct TokensRead {
   int64_t read = 0, dense = 0;
   double share() const { return dense > 0 ? static_cast<double>(read) / static_cast<double>(dense) : 1; }
+  TokensRead& operator+=(const TokensRead& other) {
+    read += other.read;
+    dense += other.dense;
+    return *this;
+  }
 };
 
 // What the attention of one layer did in a step, for those who look at it. `params` are what it was called with: q and
@@ -85,6 +91,8 @@ class Decoder {
   int32_t max_rows() const { return max_rows_; }
   const StepTimes& times() const { return times_; }
   const TokensRead& tokens_read() const { return tokens_read_; }
+  // Of the last step, for each item of its batch.
+  std::span<const TokensRead> step_tokens_read() const { return step_tokens_read_; }
   // Bytes of all buffers that a decoder with these sizes holds, without making one.
   static uint64_t WorkspaceBytes(const ModelConfig& config, int32_t kv_dtype, int32_t max_rows, int32_t num_threads);
 
@@ -115,6 +123,7 @@ class Decoder {
   std::vector<int32_t> selection_;             // for the observer, and between stages
   StepTimes times_;
   TokensRead tokens_read_;
+  std::vector<TokensRead> step_tokens_read_;
 };
 
 }  // namespace phsa

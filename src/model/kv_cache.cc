@@ -29,7 +29,7 @@ PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings,
   const size_t keys = Align(element * kPageTokens * static_cast<size_t>(num_kv_heads) * static_cast<size_t>(head_dim));
   page_bytes = Align(kPageTokens);  // flags
   for (int32_t i = 0; i < num_layers; ++i) {
-    // The attention says how wide representatives are; a plan of one token asks it.
+    // The attention says how wide representatives are and how many of them a page completes; a plan of one page asks.
     PlanDesc desc;
     desc.settings = settings.ForLayer(i);
     desc.dtype = dtype;
@@ -37,8 +37,8 @@ PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings,
     desc.num_kv_heads = num_kv_heads;
     desc.head_dim = head_dim;
     desc.num_seqs = 1;
-    const int32_t one = 1;
-    desc.q_lens = desc.kv_lens = &one;
+    const int32_t tokens = kPageTokens;
+    desc.q_lens = desc.kv_lens = &tokens;
     desc.page_size = kPageTokens;
     const Plan plan(desc);
     Layer layer;
@@ -49,6 +49,7 @@ PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings,
     if (plan.SelectionSlots() > 0) {
       layer.rep_width = plan.RepWidth();
       layer.rep_rows = kPageTokens / plan.RepStride();
+      overhang = std::max(overhang, kPageTokens - static_cast<int32_t>(plan.NumReps()) * plan.RepStride());
       const size_t bytes = Align(element * static_cast<size_t>(layer.rep_rows) * static_cast<size_t>(num_kv_heads) *
                                  static_cast<size_t>(layer.rep_width));
       page_bytes += bytes;
@@ -137,12 +138,15 @@ Sequence Sequence::Fork() const {
 }
 
 size_t Sequence::PagesToAppend(int32_t count) const {
-  const size_t pages = PagesFor(tokens_.size() + static_cast<size_t>(count)) - pages_.size();
-  return pages + (WritesIntoSharedPage() && count > 0 ? 1 : 0);
+  if (count <= 0) return 0;
+  size_t taken = PagesFor(tokens_.size() + static_cast<size_t>(count)) - pages_.size();
+  for (size_t i = FirstWrittenPage(); i < pages_.size(); ++i) taken += cache_->IsShared(pages_[i]) ? 1 : 0;
+  return taken;
 }
 
-bool Sequence::WritesIntoSharedPage() const {
-  return tokens_.size() % kPageTokens != 0 && cache_->IsShared(pages_.back());
+size_t Sequence::FirstWrittenPage() const {
+  const auto overhang = static_cast<size_t>(cache_->layout().overhang);
+  return (tokens_.size() - std::min(tokens_.size(), overhang)) / kPageTokens;
 }
 
 void Sequence::Append(std::span<const int32_t> tokens, std::span<const uint8_t> flags) {
@@ -152,11 +156,12 @@ void Sequence::Append(std::span<const int32_t> tokens, std::span<const uint8_t> 
     ThrowInvalid("{} more tokens do not fit into the KV cache, which has room for {}; a larger context (-c) has more",
                  tokens.size(), cache_->free_tokens());
   }
-  if (WritesIntoSharedPage()) {
+  for (size_t i = FirstWrittenPage(); i < pages_.size(); ++i) {
+    if (!cache_->IsShared(pages_[i])) continue;
     const int32_t own = cache_->TakePage();
-    std::ranges::copy(cache_->PageBytes(pages_.back()), cache_->PageBytes(own).begin());
-    cache_->ReturnPage(pages_.back());
-    pages_.back() = own;
+    std::ranges::copy(cache_->PageBytes(pages_[i]), cache_->PageBytes(own).begin());
+    cache_->ReturnPage(pages_[i]);
+    pages_[i] = own;
   }
   const size_t needed = PagesFor(tokens_.size() + tokens.size());
   while (pages_.size() < needed) pages_.push_back(cache_->TakePage());

@@ -3,6 +3,7 @@
 #ifndef PHSA_MODEL_KV_CACHE_H_
 #define PHSA_MODEL_KV_CACHE_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -34,6 +35,9 @@ struct PageLayout {
     int32_t rep_width = 0, rep_rows = 0;               // 0: nothing is chosen in this layer
   };
   std::vector<Layer> layers;
+  // Tokens of the page behind it that a page's last representatives cover (infllm2-64's span two blocks). As long as
+  // they are not there, texts that share the page may still differ in it.
+  int32_t overhang = 0;
   size_t page_bytes = 0;
   size_t key_value_bytes = 0, representative_bytes = 0;  // of a page, all layers
 };
@@ -78,6 +82,11 @@ class KvCache {
   std::vector<int32_t> free_, owners_;
 };
 
+// Tokens that two texts share from their beginnings.
+inline size_t CommonPrefix(std::span<const int32_t> a, std::span<const int32_t> b) {
+  return static_cast<size_t>(std::ranges::mismatch(a, b).in1 - a.begin());
+}
+
 // The tokens of one text, and their pages.
 class Sequence {
  public:
@@ -94,14 +103,15 @@ class Sequence {
   const std::vector<int32_t>& pages() const { return pages_; }
   KvCache& cache() const { return *cache_; }
 
-  // Pages that appending `count` tokens takes from the cache, a copy of a shared last one included.
+  // Pages that appending `count` tokens takes from the cache, copies of shared ones that it writes into included.
   size_t PagesToAppend(int32_t count) const;
   // Makes room for these tokens and notes them and their flags; the model writes keys and values.
   void Append(std::span<const int32_t> tokens, std::span<const uint8_t> flags);
   void Truncate(int32_t length);
 
  private:
-  bool WritesIntoSharedPage() const;
+  // The first page that appending writes into, keys or representatives; pages_.size() where that is a new one.
+  size_t FirstWrittenPage() const;
   KvCache* cache_;
   std::vector<int32_t> tokens_, pages_;
 };

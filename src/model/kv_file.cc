@@ -159,8 +159,7 @@ void RestoreSequence(Sequence& sequence, const KvIdentity& identity, std::span<c
   }
   std::vector<int32_t> tokens(count);
   std::memcpy(tokens.data(), begin, count * sizeof(int32_t));
-  const auto different = std::ranges::mismatch(tokens, wanted).in1;
-  sequence.Append({tokens.begin(), different}, {});
+  sequence.Append(std::span(tokens).first(CommonPrefix(tokens, wanted)), {});
   const uint8_t* page = begin + count * sizeof(int32_t);
   for (const int32_t own : sequence.pages()) {
     std::copy_n(page, page_bytes, sequence.cache().PageBytes(own).begin());

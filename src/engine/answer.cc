@@ -1,0 +1,81 @@
+#include "engine/answer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/errors.h"
+
+namespace phsa {
+
+const char* Name(StopReason reason) {
+  switch (reason) {
+    case StopReason::kEndOfText: return "end of text";
+    case StopReason::kStopString: return "stop string";
+    case StopReason::kMaxTokens: return "-n reached";
+    case StopReason::kContextFull: return "context full";
+    case StopReason::kInterrupted: return "interrupted";
+  }
+  return "";
+}
+
+void CheckPrompt(const Engine& engine, std::span<const int32_t> prompt) {
+  const int32_t context = engine.plan().context;
+  if (prompt.empty()) ThrowInvalid("the prompt has no tokens; give some text");
+  if (prompt.size() >= static_cast<size_t>(context)) {
+    ThrowInvalid("the prompt has {} tokens, and the context holds {} with at least one for the answer; {}",
+                 prompt.size(), context, engine.TooLongAdvice());
+  }
+  engine.CheckTokens(prompt, "the prompt");
+}
+
+Answer::Answer(const Engine& engine, const GenerateOptions& options, std::function<void(std::string_view)> text)
+    : engine_(engine),
+      options_(options),
+      text_(std::move(text)),
+      sampler_(options.sampler),
+      decoder_(engine.tokenizer()),
+      stops_(options.stops) {}
+
+void Answer::Choose(const float* logits, std::span<const int32_t> read) {
+  // Models pad their vocabulary: ids that the tokenizer does not have cannot be text.
+  const int32_t known = std::min(engine_.config().vocab_size, engine_.tokenizer().vocab_size());
+  next_ = sampler_.Next({logits, static_cast<size_t>(known)}, read);
+}
+
+bool Answer::Take(int32_t length) {
+  const std::optional<StopReason> reason = TakeToken(length);
+  if (reason) Finish(*reason);
+  return !reason;
+}
+
+std::optional<StopReason> Answer::TakeToken(int32_t length) {
+  const auto& eos_ids = engine_.config().eos_ids;
+  if (!options_.ignore_eos && std::find(eos_ids.begin(), eos_ids.end(), next_) != eos_ids.end()) {
+    return StopReason::kEndOfText;
+  }
+  const auto max_tokens = static_cast<size_t>(std::max(0, options_.max_tokens));
+  if (result_.tokens.size() >= max_tokens) return StopReason::kMaxTokens;
+  result_.tokens.push_back(next_);
+  Emit(stops_.Next(decoder_.Next(next_)));
+  if (stops_.stopped()) return StopReason::kStopString;
+  if (length >= engine_.plan().context) return StopReason::kContextFull;
+  // The last token that is asked for need not be read.
+  if (result_.tokens.size() == max_tokens) return StopReason::kMaxTokens;
+  return std::nullopt;
+}
+
+void Answer::Interrupt() { Finish(StopReason::kInterrupted); }
+
+void Answer::Finish(StopReason reason) {
+  result_.reason = reason;
+  Emit(stops_.Next(decoder_.Finish()));
+  Emit(stops_.Finish());
+}
+
+void Answer::Emit(const std::string& text) {
+  if (text.empty()) return;
+  result_.text += text;
+  if (text_) text_(text);
+}
+
+}  // namespace phsa

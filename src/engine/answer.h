@@ -1,0 +1,73 @@
+// One answer as it grows, token by token: sampling, text, and what ends it. Session and Scheduler read the tokens.
+#ifndef PHSA_ENGINE_ANSWER_H_
+#define PHSA_ENGINE_ANSWER_H_
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/engine.h"
+#include "engine/sampler.h"
+#include "engine/stop_strings.h"
+
+namespace phsa {
+
+struct GenerateOptions {
+  int32_t max_tokens = 512;
+  SamplerSettings sampler;
+  std::vector<std::string> stops;
+  bool ignore_eos = false;
+};
+
+enum class StopReason : uint8_t { kEndOfText, kStopString, kMaxTokens, kContextFull, kInterrupted };
+const char* Name(StopReason reason);  // "end of text", …
+
+struct GenerateResult {
+  std::string text;
+  std::vector<int32_t> tokens;  // without the end token
+  StopReason reason = StopReason::kEndOfText;
+  int32_t prompt_tokens = 0, reused_tokens = 0;
+  double prefill_seconds = 0, decode_seconds = 0;  // decode: from the first token to the last
+  TokensRead tokens_read;                          // by the attention, prompt and answer
+};
+
+// Refuses, with both numbers, a prompt that leaves no room for a token in the context, and tokens that the model has
+// not.
+void CheckPrompt(const Engine& engine, std::span<const int32_t> prompt);
+
+class Answer {
+ public:
+  // `text`: called with the text as it comes; may be empty. Throws phsa::Error where the options are wrong.
+  Answer(const Engine& engine, const GenerateOptions& options, std::function<void(std::string_view)> text);
+
+  // Chooses the next token. logits: [vocab], of the last token that was read; `read`: all of them, prompt and answer.
+  void Choose(const float* logits, std::span<const int32_t> read);
+  // Takes the chosen token, with its text. True: the answer goes on, and result().tokens.back() is to be read next.
+  // `length`: tokens that were read, prompt and answer.
+  bool Take(int32_t length);
+  void Interrupt();  // ends the answer here; one that goes on only
+  GenerateResult& result() { return result_; }
+
+ private:
+  void Emit(const std::string& text);
+  // Why the answer ends before the chosen token, or with it; none: it goes on.
+  std::optional<StopReason> TakeToken(int32_t length);
+  void Finish(StopReason reason);
+
+  const Engine& engine_;
+  GenerateOptions options_;
+  std::function<void(std::string_view)> text_;
+  Sampler sampler_;
+  StreamDecoder decoder_;
+  StopStrings stops_;
+  int32_t next_ = -1;
+  GenerateResult result_;
+};
+
+}  // namespace phsa
+
+#endif  // PHSA_ENGINE_ANSWER_H_

@@ -1,0 +1,363 @@
+#include "engine/scheduler.h"
+
+#include <algorithm>
+#include <chrono>
+#include <deque>
+#include <exception>
+#include <map>
+#include <numeric>
+#include <utility>
+
+#include "base/errors.h"
+
+namespace phsa {
+namespace {
+
+// Finished texts that are kept for requests with the same beginning, as long as nobody needs their pages.
+constexpr size_t kKeptTexts = 32;
+
+double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+struct Job {
+  Job(Engine& engine, int64_t job_id, Request&& job_request)
+      : id(job_id),
+        request(std::move(job_request)),
+        answer(engine, request.options, request.text),
+        sequence(engine.cache()) {}
+
+  std::span<const int32_t> prompt() const { return request.prompt; }
+  bool reads_prompt() const { return static_cast<size_t>(sequence.length()) < request.prompt.size(); }
+
+  int64_t id;
+  Request request;
+  Answer answer;
+  Sequence sequence;
+  int32_t longest = 0;  // tokens that it may come to read
+  bool cancelled = false, finished = false;
+  // It waits until another one has read what their prompts share. 0: it does not wait.
+  int64_t leader = 0;
+  size_t shared_with_leader = 0;
+  double admitted_at = 0, first_token_at = 0;
+  std::exception_ptr error;
+};
+
+}  // namespace
+
+class Scheduler::Impl {
+ public:
+  Impl(Engine& engine, int32_t max_running) : engine_(engine), max_running_(static_cast<size_t>(max_running)) {
+    if (max_running < 1) ThrowInvalid("{} requests are to run at once; allowed: 1 and up", max_running);
+  }
+
+  int64_t Add(Request&& request) {
+    CheckPrompt(engine_, request.prompt);
+    auto job = std::make_unique<Job>(engine_, next_id_, std::move(request));
+    // The answer's last token is not read.
+    const int64_t answer = std::max(0, job->request.options.max_tokens - 1);
+    const auto prompt = static_cast<int64_t>(job->request.prompt.size());
+    job->longest = static_cast<int32_t>(std::min<int64_t>(prompt + answer, engine_.plan().context));
+    job->answer.result().prompt_tokens = static_cast<int32_t>(prompt);
+    waiting_.push_back(std::move(job));
+    return next_id_++;
+  }
+
+  void Cancel(int64_t id) {
+    for (const auto& job : waiting_) job->cancelled = job->cancelled || job->id == id;
+    for (const auto& job : running_) job->cancelled = job->cancelled || job->id == id;
+  }
+
+  bool Step() {
+    for (const auto& job : waiting_) EndIfStopped(*job);
+    for (const auto& job : running_) EndIfStopped(*job);
+    RemoveFinished();
+    Admit();
+    if (running_.empty()) return false;
+    for (const auto& job : running_) {
+      if (job->leader != 0 && !LeaderReads(*job)) StartWithSharedText(*job);
+    }
+    RunDecoder();
+    RemoveFinished();
+    return true;
+  }
+
+  std::optional<GenerateResult> Take(int64_t id) {
+    const auto found = finished_.find(id);
+    if (found == finished_.end()) return std::nullopt;
+    const std::unique_ptr<Job> job = std::move(found->second);
+    finished_.erase(found);
+    if (job->error) std::rethrow_exception(job->error);
+    return std::move(job->answer.result());
+  }
+
+  size_t waiting() const { return waiting_.size(); }
+  size_t running() const { return running_.size(); }
+
+ private:
+  void Finish(Job& job) {
+    job.finished = true;
+    if (job.first_token_at > 0) job.answer.result().decode_seconds = Now() - job.first_token_at;
+  }
+
+  // Runs what belongs to one request, so that what goes wrong ends that request and no other.
+  template <class Fn>
+  void Guarded(Job& job, const Fn& fn) {
+    try {
+      fn();
+    } catch (...) {
+      job.error = std::current_exception();
+      Finish(job);
+    }
+  }
+
+  void EndIfStopped(Job& job) {
+    Guarded(job, [&] {
+      if (!job.cancelled && !(job.request.stop && job.request.stop())) return;
+      job.answer.Interrupt();
+      Finish(job);
+    });
+  }
+
+  void RemoveFinished() {
+    const auto take_finished = [&](auto& jobs) {
+      for (auto& job : jobs) {
+        if (!job->finished) continue;
+        Keep(std::move(job->sequence));
+        finished_[job->id] = std::move(job);
+      }
+      std::erase(jobs, nullptr);
+    };
+    take_finished(waiting_);
+    take_finished(running_);
+  }
+
+  void Keep(Sequence sequence) {
+    if (static_cast<size_t>(sequence.length()) < kWorthSharing) return;
+    const auto begins = [](const Sequence& a, const Sequence& b) {
+      return CommonPrefix(a.tokens(), b.tokens()) == a.tokens().size();
+    };
+    const auto longer =
+        std::find_if(kept_.begin(), kept_.end(), [&](const auto& kept) { return begins(sequence, kept); });
+    if (longer != kept_.end()) {
+      std::rotate(longer, longer + 1, kept_.end());  // it has been of use: now it is the youngest
+      return;
+    }
+    std::erase_if(kept_, [&](const Sequence& kept) { return begins(kept, sequence); });
+    kept_.push_back(std::move(sequence));
+    if (kept_.size() > kKeptTexts) kept_.pop_front();
+  }
+
+  // Pages that the running requests and this one may still take.
+  size_t PagesToCome(const Job& extra) const {
+    const auto to_come = [](const Job& job) { return job.sequence.PagesToAppend(job.longest - job.sequence.length()); };
+    size_t pages = 0;
+    bool counted = false;
+    for (const auto& job : running_) {
+      pages += to_come(*job);
+      counted = counted || job.get() == &extra;
+    }
+    return pages + (counted ? 0 : to_come(extra));
+  }
+
+  // Pages that only kept texts have.
+  size_t PagesOfKept(const Job& extra) const {
+    std::vector<bool> seen(static_cast<size_t>(engine_.cache().num_pages()));
+    const auto count_new = [&](const Sequence& sequence) {
+      size_t count = 0;
+      for (const int32_t page : sequence.pages()) {
+        if (!seen[static_cast<size_t>(page)]) ++count;
+        seen[static_cast<size_t>(page)] = true;
+      }
+      return count;
+    };
+    for (const auto& job : running_) count_new(job->sequence);
+    count_new(extra.sequence);
+    size_t count = 0;
+    for (const Sequence& kept : kept_) count += count_new(kept);
+    return count;
+  }
+
+  // Whether everything that this request and the running ones may need is free, if need be after dropping kept texts.
+  bool MakeRoom(const Job& job) {
+    const auto free = [&] { return static_cast<size_t>(engine_.cache().free_pages()); };
+    if (PagesToCome(job) > free() + PagesOfKept(job)) return false;
+    while (PagesToCome(job) > free()) kept_.pop_front();
+    return true;
+  }
+
+  // What a prompt can take from others: all but its last token, whose logits are needed.
+  static std::span<const int32_t> Shareable(const Job& job) { return job.prompt().first(job.prompt().size() - 1); }
+
+  struct SharedText {
+    const Sequence* sequence = nullptr;
+    size_t tokens = 0;
+  };
+  // The text that has the most of a prompt's beginning, where that is worth it.
+  SharedText FindSharedText(const Job& job) const {
+    SharedText best;
+    const auto consider = [&](const Sequence& sequence) {
+      const size_t tokens = CommonPrefix(sequence.tokens(), Shareable(job));
+      if (tokens >= kWorthSharing && tokens > best.tokens) best = {&sequence, tokens};
+    };
+    for (const auto& other : running_) consider(other->sequence);
+    for (const Sequence& kept : kept_) consider(kept);
+    return best;
+  }
+
+  // Takes what another text has of the prompt, if there is room.
+  void StartWithSharedText(Job& job) {
+    job.leader = 0;
+    const SharedText shared = FindSharedText(job);
+    if (shared.sequence == nullptr) return;
+    job.sequence = shared.sequence->Fork();
+    job.sequence.Truncate(static_cast<int32_t>(shared.tokens));
+    if (!MakeRoom(job)) job.sequence.Truncate(0);
+    job.answer.result().reused_tokens = job.sequence.length();
+  }
+
+  // Whether a running request is about to read more of this prompt than any text has now.
+  bool FindLeader(Job& job) const {
+    size_t most = FindSharedText(job).tokens;
+    for (const auto& other : running_) {
+      const size_t shared = CommonPrefix(other->prompt(), Shareable(job));
+      if (shared < most + kWorthSharing) continue;
+      most = shared;
+      job.leader = other->id;
+      job.shared_with_leader = shared;
+    }
+    return job.leader != 0;
+  }
+
+  bool LeaderReads(const Job& job) const {
+    const auto leader =
+        std::find_if(running_.begin(), running_.end(), [&](const auto& other) { return other->id == job.leader; });
+    return leader != running_.end() && static_cast<size_t>((*leader)->sequence.length()) < job.shared_with_leader;
+  }
+
+  void Admit() {
+    while (!waiting_.empty() && running_.size() < max_running_) {
+      Job& job = *waiting_.front();
+      if (!FindLeader(job)) StartWithSharedText(job);
+      if (MakeRoom(job)) {
+        job.admitted_at = Now();
+        running_.push_back(std::move(waiting_.front()));
+        waiting_.pop_front();
+        continue;
+      }
+      job.leader = 0;
+      job.sequence.Truncate(0);
+      if (!running_.empty()) return;
+      // Alone it fits, unless somebody else holds pages.
+      Guarded(job, [&] {
+        ThrowInvalid("the request may come to {} tokens, and the KV cache has room for {}; something else uses it",
+                     job.longest, engine_.cache().free_tokens());
+      });
+      RemoveFinished();
+    }
+  }
+
+  // Which requests read how many tokens: one for each answer first, then equal shares of what is left for the prompts.
+  std::vector<std::pair<Job*, size_t>> ChooseRows() {
+    auto rows = static_cast<size_t>(engine_.decoder().max_rows());
+    std::vector<std::pair<Job*, size_t>> chosen;
+    std::vector<Job*> reading;
+    for (const auto& job : running_) {
+      if (job->reads_prompt()) {
+        if (job->leader == 0) reading.push_back(job.get());
+        continue;
+      }
+      // Each answer began in a row that the others had left, so there is one for each.
+      PHSA_CHECK(rows > 0);
+      chosen.emplace_back(job.get(), 1);
+      --rows;
+    }
+    const auto left = [](const Job* job) { return job->prompt().size() - static_cast<size_t>(job->sequence.length()); };
+    // The shortest first, as what they do not need goes to the others; by arrival where not everybody gets a row.
+    if (reading.size() <= rows) {
+      std::stable_sort(reading.begin(), reading.end(), [&](const Job* a, const Job* b) { return left(a) < left(b); });
+    }
+    for (size_t i = 0; i < reading.size() && rows > 0; ++i) {
+      const size_t share = std::max<size_t>(1, rows / (reading.size() - i));
+      chosen.emplace_back(reading[i], std::min(left(reading[i]), share));
+      rows -= chosen.back().second;
+    }
+    return chosen;
+  }
+
+  void RunDecoder() {
+    const auto chosen = ChooseRows();
+    PHSA_CHECK(!chosen.empty());
+    std::vector<BatchItem> items;
+    std::vector<int32_t> lengths;
+    for (const auto& [job, count] : chosen) {
+      const auto begin = static_cast<size_t>(job->sequence.length());
+      lengths.push_back(job->sequence.length());
+      if (!job->reads_prompt()) {
+        items.push_back({&job->sequence, std::span(job->answer.result().tokens).last(1), BatchItem::Logits::kLast});
+        continue;
+      }
+      const bool last = begin + count == job->request.prompt.size();
+      items.push_back({&job->sequence, job->prompt().subspan(begin, count),
+                       last ? BatchItem::Logits::kLast : BatchItem::Logits::kNone});
+    }
+    try {
+      engine_.decoder().Step(items, [&](int32_t item, int32_t, const float* logits) {
+        Job& job = *chosen[static_cast<size_t>(item)].first;
+        Guarded(job, [&] { job.answer.Choose(logits, job.sequence.tokens()); });
+      });
+    } catch (...) {
+      for (size_t i = 0; i < chosen.size(); ++i) chosen[i].first->sequence.Truncate(lengths[i]);
+      throw;
+    }
+    for (size_t i = 0; i < chosen.size(); ++i) {
+      Job& job = *chosen[i].first;
+      job.answer.result().tokens_read += engine_.decoder().step_tokens_read()[i];
+      if (items[i].logits == BatchItem::Logits::kNone || job.finished) continue;
+      if (job.first_token_at == 0) {
+        job.first_token_at = Now();
+        job.answer.result().prefill_seconds = job.first_token_at - job.admitted_at;
+      }
+      Guarded(job, [&] {
+        if (!job.answer.Take(job.sequence.length())) Finish(job);
+      });
+    }
+  }
+
+  Engine& engine_;
+  size_t max_running_;
+  int64_t next_id_ = 1;
+  std::deque<std::unique_ptr<Job>> waiting_;
+  std::vector<std::unique_ptr<Job>> running_;  // in order of arrival
+  std::deque<Sequence> kept_;                  // texts of finished requests, the oldest first; none begins another
+  std::map<int64_t, std::unique_ptr<Job>> finished_;
+};
+
+Scheduler::Scheduler(Engine& engine, int32_t max_running) : impl_(std::make_unique<Impl>(engine, max_running)) {}
+Scheduler::~Scheduler() = default;
+int64_t Scheduler::Add(Request request) { return impl_->Add(std::move(request)); }
+void Scheduler::Cancel(int64_t id) { impl_->Cancel(id); }
+bool Scheduler::Step() { return impl_->Step(); }
+std::optional<GenerateResult> Scheduler::Take(int64_t id) { return impl_->Take(id); }
+int32_t Scheduler::waiting() const { return static_cast<int32_t>(impl_->waiting()); }
+int32_t Scheduler::running() const { return static_cast<int32_t>(impl_->running()); }
+
+std::vector<GenerateResult> GenerateAll(Engine& engine, std::vector<Request> requests, int32_t max_running) {
+  Scheduler scheduler(engine, max_running);
+  std::vector<int64_t> ids;
+  for (Request& request : requests) ids.push_back(scheduler.Add(std::move(request)));
+  std::vector<GenerateResult> results(ids.size());
+  std::vector<size_t> open(ids.size());
+  std::iota(open.begin(), open.end(), size_t{0});
+  // Results are taken as they come: where one has failed, the others need not be waited for.
+  for (bool more = true; more;) {
+    more = scheduler.Step();
+    std::erase_if(open, [&](size_t i) {
+      std::optional<GenerateResult> result = scheduler.Take(ids[i]);
+      if (result) results[i] = std::move(*result);
+      return result.has_value();
+    });
+  }
+  PHSA_CHECK(open.empty());
+  return results;
+}
+
+}  // namespace phsa

@@ -1,0 +1,62 @@
+// Several answers at once: requests join and leave between the steps of the decoder. Answers go on first; what is left
+// of a step's rows reads prompts, so that a long prompt holds nobody up. What a prompt shares with another text that
+// was read is not read again.
+#ifndef PHSA_ENGINE_SCHEDULER_H_
+#define PHSA_ENGINE_SCHEDULER_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "engine/session.h"
+
+namespace phsa {
+
+// The callbacks are called within Step, and must not call the scheduler.
+struct Request {
+  std::vector<int32_t> prompt;
+  GenerateOptions options;
+  std::function<void(std::string_view text)> text;  // as it comes, whole characters; may be empty
+  std::function<bool()> stop;                       // asked before every step; may be empty
+};
+
+// One thread at a time. The engine's cache is the scheduler's as long as it lives: nobody else may take pages of it, or
+// change the engine's attention.
+class Scheduler {
+ public:
+  // `max_running`: the most requests that are in work at the same time; the others wait, in order of arrival.
+  Scheduler(Engine& engine, int32_t max_running);
+  ~Scheduler();
+  Scheduler(const Scheduler&) = delete;
+  Scheduler& operator=(const Scheduler&) = delete;
+
+  // Returns the request's id. Refuses what Session::Generate refuses. What the engine's context holds fits into its
+  // cache, so every other request has its turn.
+  int64_t Add(Request request);
+  // Ends a request before the next step, as "interrupted". One that is finished stays as it is.
+  void Cancel(int64_t id);
+  // One step of the decoder. False: there is nothing to do. Where it throws, nothing was read, and all requests are as
+  // they were.
+  bool Step();
+  // The result of a finished request, once; none: it is not finished, or was taken. Where the request failed (its
+  // callback threw, or the model gave no numbers), that exception is thrown, and it counts as taken. Seconds are the
+  // clock's, beside all others; those of the prompt begin where the waiting ends.
+  std::optional<GenerateResult> Take(int64_t id);
+
+  int32_t waiting() const;
+  int32_t running() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// Answers in the order of the requests. What Scheduler::Add refuses is refused before any work.
+std::vector<GenerateResult> GenerateAll(Engine& engine, std::vector<Request> requests, int32_t max_running);
+
+}  // namespace phsa
+
+#endif  // PHSA_ENGINE_SCHEDULER_H_

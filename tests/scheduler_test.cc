@@ -1,0 +1,423 @@
+#include "engine/scheduler.h"
+
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+
+#include "fake_engine.h"
+#include "refusal.h"
+
+namespace phsa {
+namespace {
+
+GenerateOptions Greedy(int32_t max_tokens) {
+  GenerateOptions options;
+  options.max_tokens = max_tokens;
+  options.sampler.temperature = 0;
+  return options;
+}
+
+GenerateOptions Sampled(int32_t max_tokens, uint64_t seed) {
+  GenerateOptions options;
+  options.max_tokens = max_tokens;
+  options.sampler = {
+      .temperature = 1, .top_k = 0, .top_p = 0.95f, .min_p = 0, .repetition_penalty = 1.1f, .seed = seed};
+  return options;
+}
+
+Request MakeRequest(std::vector<int32_t> prompt, GenerateOptions options) {
+  Request request;
+  request.prompt = std::move(prompt);
+  request.options = std::move(options);
+  return request;
+}
+
+GenerateResult Lone(Engine& engine, const Request& request) {
+  return Session(engine).Generate(request.prompt, request.options, {});
+}
+
+void ExpectSameAnswer(const GenerateResult& result, const GenerateResult& expected) {
+  EXPECT_EQ(result.tokens, expected.tokens);
+  EXPECT_EQ(result.text, expected.text);
+  EXPECT_STREQ(Name(result.reason), Name(expected.reason));
+  EXPECT_EQ(result.prompt_tokens, expected.prompt_tokens);
+  if (result.reused_tokens == 0) {
+    EXPECT_EQ(result.tokens_read.read, expected.tokens_read.read);
+    EXPECT_EQ(result.tokens_read.dense, expected.tokens_read.dense);
+  }
+}
+
+// Prompts of all lengths, some with a common beginning; greedy and sampled; answers that end in all ways.
+std::vector<Request> MixedRequests(uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<Request> requests;
+  const std::vector<int32_t> beginning = Tokens(140, 50);
+  for (uint32_t i = 0; i < 14; ++i) {
+    std::vector<int32_t> prompt = Tokens(1 + random() % (i % 4 == 0 ? 400 : 60), random());
+    if (i % 3 == 0) prompt = Joined(beginning, prompt);
+    const auto max_tokens = static_cast<int32_t>(i == 5 ? 1 : 5 + random() % 40);
+    requests.push_back(MakeRequest(prompt, i % 2 == 0 ? Greedy(max_tokens) : Sampled(max_tokens, i)));
+    requests.back().options.ignore_eos = i % 5 == 0;
+    if (i % 4 == 1) requests.back().options.stops = {"a", "x5"};
+  }
+  return requests;
+}
+
+std::unique_ptr<FakeModel> ModelWithEnds() {
+  auto model = std::make_unique<FakeModel>();
+  model->config_for_test().eos_ids = {3, 40, kEnd};
+  return model;
+}
+
+TEST(Scheduler, AnswersAreThoseOfLoneSessions) {
+  std::map<StopReason, int> reasons;
+  for (const Policy policy : {Policy::kDense, Policy::kPhsa, Policy::kInfllm2_64}) {
+    for (const int32_t chunk : {5, 64, 512}) {
+      EngineOptions options = FakeOptions(640, chunk, SmallSettings(policy, 1));
+      options.cache_tokens = 4096;
+      const std::unique_ptr<Engine> engine = LoadedEngine(options, ModelWithEnds());
+      const std::vector<Request> requests = MixedRequests(21);
+      std::vector<GenerateResult> expected;
+      for (const Request& request : requests) expected.push_back(Lone(*engine, request));
+      for (const int32_t max_running : {1, 3, 16}) {
+        std::vector<Request> watched = requests;
+        std::vector<std::string> texts(requests.size());
+        for (size_t i = 0; i < watched.size(); ++i) {
+          watched[i].text = [&texts, i](std::string_view text) { texts[i] += text; };
+        }
+        const StepWatch watch(engine->decoder());
+        const std::vector<GenerateResult> results = GenerateAll(*engine, watched, max_running);
+        ASSERT_EQ(results.size(), requests.size());
+        for (size_t i = 0; i < results.size(); ++i) {
+          SCOPED_TRACE(std::string(Name(policy)) + " " + std::to_string(chunk) + " " + std::to_string(i));
+          ExpectSameAnswer(results[i], expected[i]);
+          EXPECT_EQ(texts[i], results[i].text);
+          EXPECT_GT(results[i].prefill_seconds, 0);
+          ++reasons[results[i].reason];
+        }
+        for (const auto& step : watch.steps) {
+          EXPECT_LE(StepWatch::Rows(step), chunk);
+          EXPECT_LE(step.size(), static_cast<size_t>(max_running));
+        }
+        EXPECT_EQ(engine->cache().free_pages(), engine->cache().num_pages());
+      }
+    }
+  }
+  EXPECT_GT(reasons[StopReason::kEndOfText], 0);
+  EXPECT_GT(reasons[StopReason::kStopString], 0);
+  EXPECT_GT(reasons[StopReason::kMaxTokens], 0);
+}
+
+TEST(Scheduler, RequestsJoinAndLeaveBetweenSteps) {
+  EngineOptions options = FakeOptions(640, 64);
+  options.cache_tokens = 4096;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  const Request early = MakeRequest(Tokens(30, 1), Greedy(40)), late = MakeRequest(Tokens(50, 2), Sampled(10, 4));
+  const GenerateResult expected_early = Lone(*engine, early), expected_late = Lone(*engine, late);
+  Scheduler scheduler(*engine, 4);
+  EXPECT_FALSE(scheduler.Step());
+  const int64_t first = scheduler.Add(early);
+  for (int i = 0; i < 10; ++i) EXPECT_TRUE(scheduler.Step());
+  const int64_t second = scheduler.Add(late);
+  EXPECT_EQ(scheduler.waiting(), 1);
+  for (int i = 0; i < 10; ++i) EXPECT_TRUE(scheduler.Step());
+  EXPECT_EQ(scheduler.running(), 1) << "one is done, the other goes on";
+  const std::optional<GenerateResult> done = scheduler.Take(second);
+  ASSERT_TRUE(done.has_value());
+  ExpectSameAnswer(*done, expected_late);
+  EXPECT_FALSE(scheduler.Take(second).has_value()) << "once";
+  EXPECT_FALSE(scheduler.Take(first).has_value()) << "not yet";
+  while (scheduler.Step()) {
+  }
+  ExpectSameAnswer(*scheduler.Take(first), expected_early);
+}
+
+TEST(Scheduler, ALongPromptHoldsNobodyUp) {
+  EngineOptions options = FakeOptions(1024, 32);
+  options.cache_tokens = 4096;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  Scheduler scheduler(*engine, 4);
+  const int64_t answering = scheduler.Add(MakeRequest(Tokens(10, 1), Greedy(12)));
+  EXPECT_TRUE(scheduler.Step());
+  const int64_t long_prompt = scheduler.Add(MakeRequest(Tokens(900, 2), Greedy(2)));
+  const int64_t short_prompt = scheduler.Add(MakeRequest(Tokens(20, 3), Greedy(2)));
+  StepWatch watch(engine->decoder());
+  for (int i = 0; i < 11; ++i) EXPECT_TRUE(scheduler.Step());
+  EXPECT_TRUE(scheduler.Take(answering).has_value()) << "a token in every step";
+  EXPECT_TRUE(scheduler.Take(short_prompt).has_value()) << "it has its share of the rows";
+  EXPECT_EQ(watch.steps.front(), (std::vector<int32_t>{1, 15, 16}));
+  for (const auto& step : watch.steps) EXPECT_EQ(StepWatch::Rows(step), 32) << "no row is left unused";
+  while (scheduler.Step()) {
+  }
+  EXPECT_TRUE(scheduler.Take(long_prompt).has_value());
+}
+
+TEST(Scheduler, ACancelledRequestLeavesTheOthersAlone) {
+  EngineOptions options = FakeOptions(640, 64);
+  options.cache_tokens = 4096;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  std::vector<Request> requests;
+  std::vector<GenerateResult> expected;
+  for (uint32_t i = 0; i < 4; ++i) {
+    requests.push_back(MakeRequest(Tokens(20 + i, i), Sampled(30, i)));
+    expected.push_back(Lone(*engine, requests.back()));
+  }
+  Scheduler scheduler(*engine, 3);
+  std::vector<int64_t> ids;
+  for (const Request& request : requests) ids.push_back(scheduler.Add(request));
+  for (int i = 0; i < 8; ++i) scheduler.Step();
+  scheduler.Cancel(ids[1]);
+  scheduler.Cancel(ids[3]);  // still waiting
+  scheduler.Cancel(12345);
+  while (scheduler.Step()) {
+  }
+  ExpectSameAnswer(*scheduler.Take(ids[0]), expected[0]);
+  ExpectSameAnswer(*scheduler.Take(ids[2]), expected[2]);
+  const std::optional<GenerateResult> cancelled = scheduler.Take(ids[1]), never_began = scheduler.Take(ids[3]);
+  EXPECT_EQ(cancelled->reason, StopReason::kInterrupted);
+  EXPECT_EQ(cancelled->tokens, std::vector<int32_t>(expected[1].tokens.begin(), expected[1].tokens.begin() + 8));
+  EXPECT_EQ(expected[1].text.rfind(cancelled->text, 0), 0u);
+  EXPECT_EQ(never_began->reason, StopReason::kInterrupted);
+  EXPECT_TRUE(never_began->tokens.empty());
+}
+
+TEST(Scheduler, StopIsAskedBeforeEveryStepAlsoOfThoseThatWait) {
+  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(640, 16));
+  const StepWatch watch(engine->decoder());
+  Scheduler scheduler(*engine, 1);
+  Request reading = MakeRequest(Tokens(200, 1), Greedy(5)), waiting = MakeRequest(Tokens(10, 2), Greedy(5));
+  reading.stop = [&] { return watch.steps.size() == 3; };
+  waiting.stop = [&] { return watch.steps.size() == 2; };
+  const int64_t first = scheduler.Add(reading), second = scheduler.Add(waiting);
+  EXPECT_TRUE(scheduler.Step());
+  EXPECT_TRUE(scheduler.Step());
+  EXPECT_TRUE(scheduler.Step());
+  EXPECT_EQ(scheduler.Take(second)->reason, StopReason::kInterrupted);
+  EXPECT_FALSE(scheduler.Step());
+  EXPECT_EQ(scheduler.Take(first)->reason, StopReason::kInterrupted);
+  EXPECT_EQ(watch.steps.size(), 3u);
+}
+
+TEST(Scheduler, AnswersEndWhereTheContextIsFull) {
+  EngineOptions options = FakeOptions(256, 64);
+  options.cache_tokens = 1024;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  std::vector<Request> requests;
+  std::vector<GenerateResult> expected;
+  for (uint32_t i = 0; i < 3; ++i) {
+    requests.push_back(MakeRequest(Tokens(235 + 10 * i, i), Greedy(1 << 30)));
+    expected.push_back(Lone(*engine, requests.back()));
+    EXPECT_EQ(expected.back().reason, StopReason::kContextFull);
+    EXPECT_EQ(expected.back().tokens.size(), 22 - 10 * i);
+  }
+  const std::vector<GenerateResult> results = GenerateAll(*engine, requests, 3);
+  for (size_t i = 0; i < 3; ++i) ExpectSameAnswer(results[i], expected[i]);
+}
+
+TEST(Scheduler, WhatAFinishedTextSharesIsNotReadAgain) {
+  for (const Policy policy : {Policy::kDense, Policy::kInfllm2_64}) {
+    EngineOptions options = FakeOptions(1024, 512, SmallSettings(policy, 1));
+    options.cache_tokens = 8192;
+    const std::unique_ptr<Engine> engine = LoadedEngine(options);
+    const Request question = MakeRequest(Tokens(256, 1), Greedy(70));
+    const GenerateResult answer = Lone(*engine, question);
+    // As in a conversation: the text so far, and more; and another one from the same beginning.
+    const Request more = MakeRequest(Joined(Joined(question.prompt, answer.tokens), Tokens(150, 2)), Sampled(80, 1));
+    const Request other = MakeRequest(Joined(question.prompt, Tokens(200, 3)), Sampled(80, 2));
+    const Request same = MakeRequest(question.prompt, Greedy(70));
+    const GenerateResult expected_more = Lone(*engine, more), expected_other = Lone(*engine, other);
+    Scheduler scheduler(*engine, 4);
+    const int64_t first = scheduler.Add(question);
+    while (scheduler.Step()) {
+    }
+    ExpectSameAnswer(*scheduler.Take(first), answer);
+    const StepWatch watch(engine->decoder());
+    const std::vector<int64_t> ids = {scheduler.Add(more), scheduler.Add(other), scheduler.Add(same)};
+    scheduler.Step();
+    // All but the answer's last token was read; the last token of a prompt is read again, for its logits.
+    EXPECT_EQ(StepWatch::Rows(watch.steps.front()), 151 + 200 + 1);
+    while (scheduler.Step()) {
+    }
+    const GenerateResult result_more = *scheduler.Take(ids[0]), result_other = *scheduler.Take(ids[1]);
+    const GenerateResult result_same = *scheduler.Take(ids[2]);
+    EXPECT_EQ(result_more.reused_tokens, 256 + 69);
+    EXPECT_EQ(result_other.reused_tokens, 256);
+    EXPECT_EQ(result_same.reused_tokens, 255);
+    ExpectSameAnswer(result_more, expected_more);
+    ExpectSameAnswer(result_other, expected_other);
+    ExpectSameAnswer(result_same, answer);
+    EXPECT_LT(result_more.tokens_read.dense, expected_more.tokens_read.dense);
+  }
+}
+
+TEST(Scheduler, ABeginningThatSeveralPromptsShareIsReadOnce) {
+  EngineOptions options = FakeOptions(1024, 64);
+  options.cache_tokens = 8192;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  const std::vector<int32_t> beginning = Tokens(300, 1);
+  std::vector<Request> requests;
+  std::vector<GenerateResult> expected;
+  for (uint32_t i = 0; i < 4; ++i) {
+    const std::vector<int32_t> own = {static_cast<int32_t>(i)};  // here they part
+    requests.push_back(MakeRequest(Joined(Joined(beginning, own), Tokens(19, 10 + i)), Greedy(5)));
+    expected.push_back(Lone(*engine, requests.back()));
+  }
+  const StepWatch watch(engine->decoder());
+  const std::vector<GenerateResult> results = GenerateAll(*engine, requests, 4);
+  for (size_t i = 0; i < 4; ++i) {
+    ExpectSameAnswer(results[i], expected[i]);
+    EXPECT_EQ(results[i].reused_tokens, i == 0 ? 0 : 300);
+  }
+  EXPECT_EQ(watch.all_rows(), 300 + 4 * 20 + 4 * 4);
+}
+
+TEST(Scheduler, TheOneThatOthersWaitForMayBeCancelled) {
+  EngineOptions options = FakeOptions(1024, 64);
+  options.cache_tokens = 8192;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  const std::vector<int32_t> beginning = Tokens(300, 1);
+  const Request first = MakeRequest(Joined(beginning, Tokens(20, 2)), Greedy(5));
+  const Request second = MakeRequest(Joined(beginning, Tokens(30, 3)), Greedy(5));
+  const GenerateResult expected = Lone(*engine, second);
+  Scheduler scheduler(*engine, 4);
+  const int64_t leader = scheduler.Add(first), follower = scheduler.Add(second);
+  scheduler.Step();
+  scheduler.Step();
+  scheduler.Cancel(leader);
+  while (scheduler.Step()) {
+  }
+  const GenerateResult result = *scheduler.Take(follower);
+  ExpectSameAnswer(result, expected);
+  EXPECT_EQ(result.reused_tokens, 128) << "two chunks";
+}
+
+TEST(Scheduler, WhatDoesNotFitIntoTheCacheWaitsItsTurn) {
+  for (const Policy policy : {Policy::kDense, Policy::kInfllm2_64}) {
+    // Four pages: one request of 400 tokens, or two of 250.
+    const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(512, 64, SmallSettings(policy, 1)));
+    const std::vector<int32_t> beginning = Tokens(130, 5);
+    std::vector<Request> requests;
+    std::vector<GenerateResult> expected;
+    for (uint32_t i = 0; i < 9; ++i) {
+      const std::vector<int32_t> prompt = Tokens(i % 3 == 0 ? 380 : 90, i);
+      requests.push_back(MakeRequest(i % 2 == 0 ? prompt : Joined(beginning, prompt), Sampled(30, i)));
+      if (requests.back().prompt.size() > 400) requests.back().prompt.resize(400);
+      expected.push_back(Lone(*engine, requests.back()));
+    }
+    const StepWatch watch(engine->decoder());
+    const std::vector<GenerateResult> results = GenerateAll(*engine, requests, 8);
+    for (size_t i = 0; i < results.size(); ++i) ExpectSameAnswer(results[i], expected[i]);
+    size_t most = 0;
+    for (const auto& step : watch.steps) most = std::max(most, step.size());
+    EXPECT_GE(most, 2u);
+    EXPECT_LT(most, 5u);
+    EXPECT_EQ(engine->cache().free_pages(), 4);
+  }
+}
+
+TEST(Scheduler, FinishedTextsMakeRoomTheOldestFirst) {
+  // Eight pages; each request takes two, and keeps them until they are needed.
+  EngineOptions options = FakeOptions(512, 512);
+  options.cache_tokens = 1024;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  Scheduler scheduler(*engine, 4);
+  const auto run = [&](uint32_t text) {
+    const int64_t id = scheduler.Add(MakeRequest(Tokens(200, text), Greedy(3)));
+    while (scheduler.Step()) {
+    }
+    return scheduler.Take(id)->reused_tokens;
+  };
+  for (uint32_t text = 0; text < 4; ++text) EXPECT_EQ(run(text), 0);
+  EXPECT_EQ(engine->cache().free_pages(), 0);
+  EXPECT_EQ(run(0), 199);  // now text 1 is the oldest
+  EXPECT_EQ(run(4), 0);
+  for (const uint32_t text : {2, 3, 0}) EXPECT_EQ(run(text), 199) << text;
+  EXPECT_EQ(run(1), 0);
+}
+
+TEST(Scheduler, WhatSessionsRefuseIsRefused) {
+  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(256));
+  Scheduler scheduler(*engine, 2);
+  const auto refused = [&](Request request) { return Refusal([&] { scheduler.Add(std::move(request)); }); };
+  const std::string message = refused(MakeRequest(Tokens(256), Greedy(5)));
+  EXPECT_NE(message.find("256 tokens"), std::string::npos) << message;
+  EXPECT_NE(message.find("holds 256"), std::string::npos) << message;
+  EXPECT_NE(refused(MakeRequest({}, Greedy(5))).find("no tokens"), std::string::npos);
+  EXPECT_NE(refused(MakeRequest({5, 101}, Greedy(5))).find("the token 101"), std::string::npos);
+  GenerateOptions hot = Greedy(5);
+  hot.sampler.temperature = -1;
+  EXPECT_NE(refused(MakeRequest(Tokens(5), hot)).find("--temp"), std::string::npos);
+  EXPECT_EQ(scheduler.waiting(), 0);
+  EXPECT_NE(Refusal([&] { Scheduler(*engine, 0); }).find("allowed: 1"), std::string::npos);
+  // Before any work, however far behind it is.
+  const StepWatch watch(engine->decoder());
+  Refusal([&] { GenerateAll(*engine, {MakeRequest(Tokens(5), Greedy(5)), MakeRequest({}, Greedy(5))}, 1); });
+  EXPECT_TRUE(watch.steps.empty());
+}
+
+TEST(Scheduler, WhatGoesWrongWithOneRequestEndsThatOneOnly) {
+  EngineOptions options = FakeOptions(640, 64);
+  options.cache_tokens = 4096;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  const Request good = MakeRequest(Tokens(20, 1), Greedy(30));
+  const GenerateResult expected = Lone(*engine, good);
+  Request bad_text = MakeRequest(Tokens(20, 2), Greedy(30)), bad_stop = MakeRequest(Tokens(20, 3), Greedy(30));
+  bad_text.text = [](std::string_view) { throw std::runtime_error("the reader is gone"); };
+  bad_stop.stop = [calls = 0]() mutable -> bool {
+    if (++calls > 5) throw std::runtime_error("nobody is there");
+    return false;
+  };
+  Scheduler scheduler(*engine, 3);
+  const int64_t first = scheduler.Add(bad_text), second = scheduler.Add(good), third = scheduler.Add(bad_stop);
+  while (scheduler.Step()) {
+  }
+  EXPECT_THROW(scheduler.Take(first), std::runtime_error);
+  EXPECT_FALSE(scheduler.Take(first).has_value());
+  EXPECT_THROW(scheduler.Take(third), std::runtime_error);
+  ExpectSameAnswer(*scheduler.Take(second), expected);
+  EXPECT_THROW(GenerateAll(*engine, {good, bad_text}, 2), std::runtime_error);
+}
+
+TEST(Scheduler, AStepThatFailsLosesNothing) {
+  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(512, 64));
+  const std::vector<Request> requests = {MakeRequest(Tokens(100, 1), Greedy(80)),
+                                         MakeRequest(Tokens(90, 2), Sampled(80, 3))};
+  const GenerateResult expected[] = {Lone(*engine, requests[0]), Lone(*engine, requests[1])};
+  Scheduler scheduler(*engine, 2);
+  const int64_t ids[] = {scheduler.Add(requests[0]), scheduler.Add(requests[1])};
+  for (int i = 0; i < 5; ++i) scheduler.Step();
+  {
+    // Somebody takes the pages that were counted on.
+    Sequence intruder(engine->cache());
+    intruder.Append(Tokens(256), {});
+    int refused = 0;
+    for (int i = 0; i < 60; ++i) {
+      try {
+        scheduler.Step();
+      } catch (const Error& error) {
+        EXPECT_NE(std::string(error.what()).find("KV cache"), std::string::npos);
+        ++refused;
+      }
+    }
+    EXPECT_GT(refused, 10);
+    EXPECT_EQ(scheduler.running(), 2);
+  }
+  while (scheduler.Step()) {
+  }
+  for (int i = 0; i < 2; ++i) ExpectSameAnswer(*scheduler.Take(ids[i]), expected[i]);
+}
+
+TEST(Scheduler, ACacheThatOthersFilledIsAnErrorAndNoEndlessWait) {
+  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(512, 64));
+  Sequence intruder(engine->cache());
+  intruder.Append(Tokens(256), {});
+  Scheduler scheduler(*engine, 2);
+  const int64_t id = scheduler.Add(MakeRequest(Tokens(300), Greedy(10)));
+  EXPECT_FALSE(scheduler.Step());
+  const std::string message = Refusal([&] { scheduler.Take(id); });
+  EXPECT_NE(message.find("309 tokens"), std::string::npos) << message;
+  EXPECT_NE(message.find("room for 256"), std::string::npos) << message;
+}
+
+}  // namespace
+}  // namespace phsa
