@@ -33,11 +33,10 @@ help: ## this list
 	@echo "Settings: PREFIX ($(PREFIX)), DESTDIR, PHSA_VENV ($(PHSA_VENV)), JOBS ($(JOBS)), DEMO_ARGS, BENCH_ARGS, SDPA_BENCH_ARGS, LLAMA_BENCH_ARGS,"
 	@echo "PYTEST_ARGS, FUZZ_SECONDS ($(FUZZ_SECONDS)), PHSA_SKIP_PACKAGES=1 (do not ask apt)"
 
-demo: packages ## builds, fetches a small model, asks it about a text; then compares the attentions on this machine
+demo: packages ## builds, fetches a small model, asks it about a long text with three attentions, and compares them: demo/report.html
 	cmake --preset release
-	cmake --build --preset release --target phsa_program phsa_demo
-	scripts/demo.sh build/release/bin
-	build/release/bin/phsa-demo $(DEMO_ARGS)
+	cmake --build --preset release --target phsa_program
+	scripts/demo.sh build/release/bin $(DEMO_ARGS)
 
 test: packages-test venv format-check cuda-build test-cpp test-asan test-tsan test-python fuzz ## everything that can be tested here
 

@@ -17,6 +17,7 @@ void AddInspectCommand(CLI::App& app);
 void AddNiahCommand(CLI::App& app);
 void AddPunctuationCommand(CLI::App& app);
 void AddBenchCommand(CLI::App& app);
+void AddCompareCommand(CLI::App& app);
 
 }  // namespace phsa::cli
 

@@ -43,6 +43,7 @@ int Main(int argc, char** argv) {
   AddPerplexityCommand(app);
   AddInspectCommand(app);
   AddNiahCommand(app);
+  AddCompareCommand(app);
   AddPunctuationCommand(app);
   AddTokenizeCommand(app);
   AddInfoCommand(app);

@@ -9,7 +9,7 @@
 
 namespace phsa {
 
-extern const std::string_view kBuiltInHaystack;  // niah_builtin_haystack.cc, made from the text by the build
+extern const std::string_view kBuiltInHaystack;  // made from the text by the build
 
 namespace {
 

@@ -9,6 +9,7 @@
 
 #include "base/errors.h"
 #include "base/new_file.h"
+#include "eval/plot.h"
 
 namespace phsa {
 namespace {
@@ -40,21 +41,6 @@ std::vector<Range> DepthRanges(std::span<const NiahRow> rows) {
   return ranges;
 }
 
-std::string Escaped(std::string_view text) {
-  std::string out;
-  for (const char c : text) {
-    switch (c) {
-      case '&': out += "&amp;"; break;
-      case '<': out += "&lt;"; break;
-      case '>': out += "&gt;"; break;
-      case '"': out += "&quot;"; break;
-      // Control characters, which a file name may hold, are no XML.
-      default: out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
-    }
-  }
-  return out;
-}
-
 // Red for lost needles, blue for found ones, almost white between: also for those who do not see red and green apart.
 std::array<double, 3> Colour(double score) {
   constexpr std::array<double, 3> kLost = {178, 24, 43}, kMiddle = {247, 247, 247}, kFound = {33, 102, 172};
@@ -71,11 +57,7 @@ std::string Css(const std::array<double, 3>& colour) {
 
 std::string Text(double x, double y, std::string_view attributes, std::string_view content) {
   return fmt::format("<text x=\"{:g}\" y=\"{:g}\"{}{}>{}</text>\n", x, y, attributes.empty() ? "" : " ", attributes,
-                     Escaped(content));
-}
-
-std::string LengthLabel(int32_t length) {
-  return length % 1024 == 0 ? fmt::format("{}k", length / 1024) : fmt::format("{}", length);
+                     EscapedMarkup(content));
 }
 
 // The rows of one panel, by length.
@@ -141,7 +123,7 @@ std::string DrawPanel(const Panel& panel, std::span<const Range> ranges, std::sp
   const double bottom = top + static_cast<double>(ranges.size()) * kCellHeight;
   for (size_t column = 0; column < lengths.size(); ++column) {
     svg += Text(left + (static_cast<double>(column) + 0.5) * kCellWidth, bottom + 14, "text-anchor=\"middle\"",
-                LengthLabel(lengths[column]));
+                TokensLabel(lengths[column]));
   }
   return svg;
 }
@@ -230,7 +212,7 @@ void WriteNiahHeatMap(std::span<const NiahRow> rows, const std::string& model, c
     file.Write(
         fmt::format("<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>{}</title></head>\n"
                     "<body style=\"margin:0\">\n{}</body></html>\n",
-                    Escaped("Needles: " + model), svg));
+                    EscapedMarkup("Needles: " + model), svg));
   } else {
     file.Write(svg);
   }

@@ -22,7 +22,10 @@ PerplexityResult Perplexity(Engine& engine, std::span<const int32_t> tokens, con
   const LogitsSink sink = [&](int32_t, int32_t row, const float* logits) {
     result.top_tokens.push_back(static_cast<int32_t>(std::max_element(logits, logits + vocab) - logits));
     const auto next = static_cast<size_t>(row) + 1;
-    if (next < tokens.size()) sum += LogSumExp(logits, vocab) - static_cast<double>(logits[tokens[next]]);
+    if (next == tokens.size()) return;
+    const double loss = LogSumExp(logits, vocab) - static_cast<double>(logits[tokens[next]]);
+    sum += loss;
+    result.losses.push_back(static_cast<float>(loss));
   };
   AttentionObserver observer;
   if (recall != nullptr) observer = [recall](const LayerAttention& attention) { recall->Add(attention); };

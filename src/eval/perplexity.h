@@ -15,6 +15,7 @@ struct PerplexityResult {
   double loss = 0;     // mean over tokens 2 … N, natural logarithm
   int32_t tokens = 0;  // N
   double seconds = 0;
+  std::vector<float> losses;        // of tokens 2 … N
   std::vector<int32_t> top_tokens;  // the most likely token after each of the N
   TokensRead tokens_read;
   double perplexity() const;

@@ -1,0 +1,358 @@
+#include "eval/compare.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <set>
+
+#include "base/errors.h"
+#include "eval/query_blocks.h"
+
+namespace phsa {
+namespace {
+
+bool IsDense(const LayerSettings& attention, int32_t num_layers) {
+  for (int32_t layer = 0; layer < num_layers; ++layer) {
+    if (attention.ForLayer(layer).policy != Policy::kDense) return false;
+  }
+  return true;
+}
+
+// The settings of every policy for a context.
+std::vector<LayerSettings> AttentionsFor(const ComparePlan& plan, int64_t context) {
+  std::vector<LayerSettings> all;
+  for (const ComparePolicy& policy : plan.policies) all.push_back(policy.attention(context));
+  return all;
+}
+
+// How long things take, for the progress bar, in FLOPs of matrix products. A written token reads all weights for one
+// row: it takes as long as a few that are read together.
+class Work {
+ public:
+  explicit Work(const ModelConfig& config) : config_(config) {
+    const double hidden = config.hidden, heads = config.num_q_heads, kv_heads = config.num_kv_heads;
+    token_ = 2 * config.num_layers *
+             (hidden * config.head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * config.intermediate);
+  }
+  double Read(const LayerSettings& attention, int32_t tokens) const {
+    return token_ * tokens + CountAttentionFlops(attention, config_, tokens).total();
+  }
+  double Write(int32_t tokens) const { return 6 * token_ * tokens; }
+
+ private:
+  const ModelConfig& config_;
+  double token_ = 0;
+};
+
+// A piece of the run. `run` tells its `done` how much of the cost is done.
+struct Task {
+  std::string what;
+  double cost = 0;
+  std::function<void(const std::function<void(double cost)>& done)> run;
+};
+
+class Runner {
+ public:
+  Runner(Engine& engine, const ComparePlan& plan, const CompareCallbacks& callbacks, CompareResult& result)
+      : engine_(engine), plan_(plan), callbacks_(callbacks), result_(result), work_(engine.config()) {}
+
+  // Everything that is quick or asked for by name comes first, needles last: they are many, and some are better than
+  // none.
+  void Run() {
+    if (plan_.answers) AddAnswers(*plan_.answers);
+    if (!plan_.flops_lengths.empty()) AddFlops();
+    if (plan_.text) AddText(*plan_.text);
+    if (plan_.speed) AddSpeed(*plan_.speed);
+    if (plan_.niah) AddNiah(*plan_.niah);
+    double total = 0, before = 0;
+    for (const Task& task : tasks_) total += task.cost;
+    for (const Task& task : tasks_) {
+      if (callbacks_.stop()) break;
+      double most = 0;  // a bar does not go back
+      const auto done = [&](double cost) {
+        most = std::max(most, std::min(cost, task.cost));
+        callbacks_.progress(total > 0 ? (before + most) / total : 1, task.what);
+      };
+      done(0);
+      task.run(done);
+      before += task.cost;
+    }
+    result_.about.interrupted = callbacks_.stop();
+  }
+
+ private:
+  const std::string& Label(size_t policy) const { return plan_.policies[policy].label; }
+
+  // `all`: the tokens whose reading costs `cost`, where the calls that are made do not know them.
+  GenerateCallbacks Reading(const std::function<void(double)>& done, double cost, int32_t all = 0) const {
+    GenerateCallbacks callbacks;
+    callbacks.stop = callbacks_.stop;
+    callbacks.prefill = [=](int32_t tokens, int32_t total) { done(cost * tokens / (all > 0 ? all : total)); };
+    return callbacks;
+  }
+
+  void AddAnswers(const CompareAnswersPlan& plan) {
+    CompareAnswers& answers = result_.answers.emplace();
+    answers.questions = plan.questions;
+    answers.attention = AttentionsFor(plan_, plan.context);
+    answers.results.resize(plan_.policies.size());
+    for (size_t i = 0; i < plan_.policies.size(); ++i) {
+      const double reading =
+          work_.Read(answers.attention[i], static_cast<int32_t>(plan.questions.front().tokens.size()));
+      const double all = reading + work_.Write(plan.max_tokens) * static_cast<double>(plan.questions.size());
+      tasks_.push_back({"answers: " + Label(i), all, [&answers, &plan, reading, i, this](const auto& done) {
+                          engine_.SetAttention(answers.attention[i]);
+                          Session session(engine_);  // one for all questions: the text is read once
+                          GenerateOptions options;
+                          options.max_tokens = plan.max_tokens;
+                          options.sampler.temperature = 0;
+                          for (const CompareQuestion& question : plan.questions) {
+                            GenerateResult one = session.Generate(question.tokens, options, Reading(done, reading));
+                            if (one.reason == StopReason::kInterrupted) return;
+                            answers.results[i].push_back(std::move(one));
+                          }
+                        }});
+    }
+  }
+
+  void AddFlops() {
+    CompareFlops& flops = result_.flops.emplace();
+    flops.lengths = plan_.flops_lengths;
+    flops.attention.resize(plan_.policies.size());
+    flops.counts.resize(plan_.policies.size());
+    for (size_t i = 0; i < plan_.policies.size(); ++i) {
+      for (const int32_t length : flops.lengths) {
+        flops.attention[i].push_back(plan_.policies[i].attention(length));
+        flops.counts[i].push_back(CountAttentionFlops(flops.attention[i].back(), engine_.config(), length));
+      }
+    }
+  }
+
+  void AddText(const CompareTextPlan& plan) {
+    const auto tokens = static_cast<int32_t>(plan.tokens.size());
+    CompareText& text = result_.text.emplace();
+    text.name = plan.name;
+    text.tokens = tokens;
+    text.perplexity = plan.perplexity;
+    text.recall = plan.recall;
+    text.attention = AttentionsFor(plan_, tokens);
+    text.results.resize(plan_.policies.size());
+    text.recalls.resize(plan_.policies.size());
+    for (size_t i = 0; i < plan_.policies.size(); ++i) {
+      const bool recall = plan.recall && !result_.policies[i].dense;
+      if (!plan.perplexity && !recall) continue;
+      double cost = work_.Read(text.attention[i], tokens);
+      if (recall)
+        cost += CountAttentionFlops({Settings{.policy = Policy::kDense}, {}}, engine_.config(), tokens).total();
+      tasks_.push_back({(plan.perplexity ? "perplexity: " : "recall: ") + Label(i), cost,
+                        [&text, &plan, recall, cost, i, this](const auto& done) {
+                          engine_.SetAttention(text.attention[i]);
+                          std::optional<RecallMeter> meter;
+                          if (recall) meter.emplace(engine_.config(), engine_.cache().layout().dtype);
+                          PerplexityResult one =
+                              Perplexity(engine_, plan.tokens, Reading(done, cost), meter ? &*meter : nullptr);
+                          if (one.tokens == 0) return;
+                          CheckFinite(one.loss);
+                          text.results[i] = std::move(one);
+                          if (meter) text.recalls[i] = RecallOf(*meter);
+                        }});
+    }
+  }
+
+  static CompareRecall RecallOf(const RecallMeter& meter) {
+    const RecallMeter::Part total = meter.total();
+    CompareRecall recall{total.all.value(), total.sparse.value(), {}};
+    for (int32_t layer = 0; layer < meter.num_layers(); ++layer) {
+      recall.sparse_by_layer.push_back(meter.layer(layer).sparse.value());
+    }
+    return recall;
+  }
+
+  void CheckFinite(double loss) const {
+    if (std::isfinite(loss)) return;
+    ThrowInvalid("{}: the loss on the text is not a number; are its weights whole?", engine_.source().path());
+  }
+
+  // Runs of all policies in turn, so that a machine that grows slower does so for all of them.
+  void AddSpeed(const CompareSpeedPlan& plan) {
+    CompareSpeed& speed = result_.speed.emplace();
+    speed.write_tokens = plan.write_tokens;
+    speed.repeats = plan.repeats;
+    speed.attention = AttentionsFor(plan_, plan.context());
+    speed.rows.resize(plan_.policies.size());
+    for (int32_t repeat = 0; repeat < plan.repeats; ++repeat) {
+      for (size_t i = 0; i < plan_.policies.size(); ++i) {
+        const int32_t longest =
+            std::max(plan.lengths.empty() ? 0 : plan.lengths.back(), plan.depths.empty() ? 0 : plan.depths.back());
+        const double reading = work_.Read(speed.attention[i], longest), writing = work_.Write(plan.write_tokens);
+        tasks_.push_back({fmt::format("speed, run {} of {}: {}", repeat + 1, plan.repeats, Label(i)),
+                          reading + writing * static_cast<double>(plan.depths.size()),
+                          [&speed, &plan, reading, writing, longest, i, this](const auto& done) {
+                            engine_.SetAttention(speed.attention[i]);
+                            MeasureSpeed(
+                                plan, Reading(done, reading, longest),
+                                [&](size_t written) { done(reading + writing * static_cast<double>(written)); },
+                                &speed.rows[i]);
+                          }});
+      }
+    }
+  }
+
+  void MeasureSpeed(const CompareSpeedPlan& plan, const GenerateCallbacks& reading,
+                    const std::function<void(size_t)>& written, std::vector<SpeedRow>* rows) {
+    SpeedMeter meter(engine_, reading);
+    if (!plan.lengths.empty()) {
+      for (const SpeedRow& row : meter.Read(0, plan.lengths, 1)) AddRow(row, rows);
+    }
+    // From the deepest up: the text that was read is only cut.
+    for (size_t i = 0; i < plan.depths.size(); ++i) {
+      const SpeedRow row = meter.Write(plan.depths[plan.depths.size() - 1 - i], plan.write_tokens, 1);
+      if (!row.seconds.empty()) AddRow(row, rows);
+      written(i + 1);
+    }
+  }
+
+  // The runs of one measurement in one row; rows by test, then length, then depth.
+  static void AddRow(const SpeedRow& row, std::vector<SpeedRow>* rows) {
+    const auto key = [](const SpeedRow& one) { return std::tuple(one.test, one.tokens, one.depth); };
+    const auto at = std::lower_bound(rows->begin(), rows->end(), row,
+                                     [&](const SpeedRow& a, const SpeedRow& b) { return key(a) < key(b); });
+    if (at != rows->end() && key(*at) == key(row)) {
+      at->Join(row);
+    } else {
+      rows->insert(at, row);
+    }
+  }
+
+  void AddNiah(const CompareNiahPlan& plan) {
+    CompareNiah& niah = result_.niah.emplace();
+    niah.samples = plan.samples;
+    niah.lengths = plan.lengths;
+    niah.attention.resize(plan_.policies.size());
+    NiahPlan run;
+    run.tasks = plan.tasks;
+    run.samples = plan.samples;
+    double cost = 0;
+    for (const int32_t length : plan.lengths) {
+      std::vector<LayerSettings> known;  // two policies may be the same at this length
+      for (size_t i = 0; i < plan_.policies.size(); ++i) {
+        LayerSettings attention = Canonical(plan_.policies[i].attention(length));
+        niah.attention[i].push_back(attention);
+        if (std::find(known.begin(), known.end(), attention) != known.end()) continue;
+        known.push_back(attention);
+        cost += (work_.Read(attention, length) + work_.Write(kNiahAnswerTokens / 2)) * plan.samples *
+                static_cast<double>(plan.tasks.size());
+        run.configurations.push_back({length, std::move(attention)});
+      }
+    }
+    tasks_.push_back({"needles", cost, [&niah, &plan, run, cost, this](const auto& done) {
+                        NiahCallbacks callbacks;
+                        callbacks.progress = [&](const NiahProgress& progress) { done(cost * progress.share); };
+                        callbacks.record = [](const NiahRecord&) {};
+                        callbacks.stop = callbacks_.stop;
+                        RunNiah(engine_, *plan.prompts, run, niah.records, callbacks);
+                      }});
+  }
+
+  Engine& engine_;
+  const ComparePlan& plan_;
+  const CompareCallbacks& callbacks_;
+  CompareResult& result_;
+  Work work_;
+  std::vector<Task> tasks_;
+};
+
+}  // namespace
+
+int32_t CompareSpeedPlan::context() const {
+  return std::max(lengths.empty() ? 0 : lengths.back(), depths.empty() ? 0 : depths.back() + write_tokens);
+}
+
+std::vector<int32_t> ComparePlan::Contexts() const {
+  std::set<int32_t> contexts;
+  if (answers) contexts.insert(answers->context);
+  if (speed) contexts.insert(speed->context());
+  if (text) contexts.insert(static_cast<int32_t>(text->tokens.size()));
+  if (niah) contexts.insert(niah->lengths.begin(), niah->lengths.end());
+  return {contexts.begin(), contexts.end()};
+}
+
+int32_t ComparePlan::Context() const {
+  const std::vector<int32_t> contexts = Contexts();
+  return contexts.empty() ? 1 : contexts.back();
+}
+
+std::vector<LayerSettings> ComparePlan::Attentions() const {
+  std::vector<LayerSettings> all;
+  for (const int32_t context : Contexts()) {
+    for (LayerSettings& attention : AttentionsFor(*this, context)) all.push_back(std::move(attention));
+  }
+  return all;
+}
+
+std::optional<bool> CompareAnswers::Right(size_t policy, size_t question) const {
+  if (questions[question].expected.empty() || question >= results[policy].size()) return std::nullopt;
+  return NiahFound(results[policy][question].text, questions[question].expected);
+}
+
+const SpeedRow* CompareSpeed::Find(size_t policy, SpeedTest test, int32_t tokens, int32_t depth) const {
+  for (const SpeedRow& row : rows[policy]) {
+    if (row.test == test && row.tokens == tokens && row.depth == depth) return &row;
+  }
+  return nullptr;
+}
+
+std::optional<size_t> CompareResult::dense() const {
+  for (size_t i = 0; i < policies.size(); ++i) {
+    if (policies[i].dense) return i;
+  }
+  return std::nullopt;
+}
+
+CompareResult RunCompare(Engine& engine, const ComparePlan& plan, const CompareCallbacks& callbacks) {
+  const auto start = std::chrono::steady_clock::now();
+  const ModelConfig& config = engine.config();
+  CompareResult result;
+  for (const ComparePolicy& policy : plan.policies) {
+    const LayerSettings attention = policy.attention(plan.Context());
+    result.policies.push_back({policy.label, attention.base.policy, IsDense(attention, config.num_layers)});
+  }
+  CompareAbout& about = result.about;
+  about.model = config.name;
+  about.format = engine.source().format();
+  about.weights = engine.plan().weight_types;
+  about.kv_type = engine.plan().kv_type;
+  about.cpu = CpuName();
+  about.threads = engine.threads().num_threads();
+  about.context = config.context;
+  about.num_layers = config.num_layers;
+  about.num_q_heads = config.num_q_heads;
+  about.num_kv_heads = config.num_kv_heads;
+  about.head_dim = config.head_dim;
+  about.carries_settings = !config.phsa_settings.empty();
+  Runner(engine, plan, callbacks, result).Run();
+  about.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return result;
+}
+
+std::optional<LossDifference> CompareLosses(std::span<const float> first, std::span<const float> second) {
+  PHSA_CHECK(first.size() == second.size());
+  constexpr size_t kPieces = 32;
+  constexpr double kStudent = 2.0395;  // 97.5 %, 31 degrees of freedom
+  if (first.size() < 2 * kPieces) return std::nullopt;
+  double mean = 0;
+  std::vector<double> pieces(kPieces);
+  for (size_t piece = 0; piece < kPieces; ++piece) {
+    const size_t begin = piece * first.size() / kPieces, end = (piece + 1) * first.size() / kPieces;
+    double sum = 0;
+    for (size_t i = begin; i < end; ++i) sum += static_cast<double>(first[i]) - static_cast<double>(second[i]);
+    mean += sum / static_cast<double>(first.size());
+    pieces[piece] = sum / static_cast<double>(end - begin);
+  }
+  double squares = 0;
+  for (const double piece : pieces) squares += (piece - mean) * (piece - mean);
+  const double half = kStudent * std::sqrt(squares / (kPieces - 1) / kPieces);
+  return LossDifference{mean, {mean - half, mean + half}};
+}
+
+}  // namespace phsa

@@ -1,0 +1,656 @@
+#include "eval/compare_sections.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <set>
+
+#include "eval/plot.h"
+#include "eval/query_blocks.h"
+
+namespace phsa {
+namespace {
+
+constexpr const char* kNothing = "–";
+constexpr double kUnlikely = 0.05;  // what is usually called significant
+
+std::string Percent(double share) { return fmt::format("{:.1f} %", 100 * share); }
+std::string PercentOf(double share) { return fmt::format("{:.0f} %", 100 * share); }
+std::string Points(double difference) { return fmt::format("{:+.0f}", 100 * difference); }
+std::string Range(const Interval& shares) {
+  return fmt::format("{:.0f}–{:.0f} %", 100 * shares.low, 100 * shares.high);
+}
+std::string Plural(int64_t count, const char* one) { return fmt::format("{} {}{}", count, one, count == 1 ? "" : "s"); }
+
+// 2.31e12 is "2.31 T".
+std::string Si(double value, const char* format) {
+  constexpr const char* kUnits[] = {"", " k", " M", " G", " T", " P", " E", " Z"};
+  size_t unit = 0;
+  for (; value >= 1000 && unit + 1 < std::size(kUnits); value /= 1000) ++unit;
+  return fmt::format(fmt::runtime(format), value) + kUnits[unit];
+}
+std::string Flop(double value) { return Si(value, value >= 1 ? "{:.3g}" : "{:g}"); }
+
+// One colour for a policy in all charts; those that differ in K alone differ in marker and dash.
+std::vector<PlotStyle> Styles(const CompareResult& result) {
+  std::vector<PlotStyle> styles;
+  std::map<int32_t, int32_t> used;
+  for (const ComparedPolicy& policy : result.policies) {
+    int32_t colour = 0;
+    switch (policy.policy) {
+      case Policy::kDense: colour = 0; break;
+      case Policy::kInfllm2: colour = 1; break;
+      case Policy::kPhsa: colour = 2; break;
+      case Policy::kStreaming:
+      case Policy::kSepllm: colour = 3; break;
+      case Policy::kQuest: colour = 4; break;
+      case Policy::kInfllm2_64: colour = 5; break;
+    }
+    styles.push_back({colour, used[colour]++});
+  }
+  return styles;
+}
+
+class Teller {
+ public:
+  explicit Teller(const CompareResult& result)
+      : result_(result), styles_(Styles(result)), dense_(result.dense()), niah_rows_(NiahRowsOf(result)) {}
+
+  CompareStory Tell() const {
+    CompareStory story;
+    story.title = Title();
+    story.facts = Facts();
+    story.warnings = Warnings();
+    story.summary = Summary();
+    if (result_.answers) story.sections.push_back(AnswersSection(*result_.answers));
+    if (result_.speed) story.sections.push_back(SpeedSection(*result_.speed));
+    if (result_.niah) story.sections.push_back(NiahSection(*result_.niah));
+    if (result_.text && result_.text->perplexity) story.sections.push_back(PerplexitySection(*result_.text));
+    if (result_.text && result_.text->recall) story.sections.push_back(RecallSection(*result_.text));
+    if (result_.flops) story.sections.push_back(FlopsSection(*result_.flops));
+    story.sections.push_back(SettingsSection());
+    return story;
+  }
+
+ private:
+  size_t num_policies() const { return result_.policies.size(); }
+  const std::string& Label(size_t policy) const { return result_.policies[policy].label; }
+  bool IsDense(size_t policy) const { return result_.policies[policy].dense; }
+  // What `policy` is compared with, where there is something.
+  std::optional<size_t> PeerOf(size_t policy) const { return IsDense(policy) ? std::nullopt : dense_; }
+
+  std::string Title() const {
+    std::string title = result_.about.model + ": ";
+    for (size_t i = 0; i < num_policies(); ++i) {
+      title += (i == 0 ? "" : i + 1 == num_policies() ? " and " : ", ") + Label(i);
+    }
+    return title;
+  }
+
+  std::vector<std::pair<std::string, std::string>> Facts() const {
+    const CompareAbout& about = result_.about;
+    return {{"model", fmt::format("{} ({}; {} layers, {} query and {} KV heads of {}, context {})", about.model,
+                                  about.format, about.num_layers, about.num_q_heads, about.num_kv_heads, about.head_dim,
+                                  Thousands(about.context))},
+            {"weights", fmt::format("{}; {} cache", about.weights, about.kv_type)},
+            {"machine", fmt::format("{}, {}", about.cpu, Plural(about.threads, "thread"))},
+            {"made", fmt::format("{} by phsa {} in {:.0f} s", about.date, about.version, about.seconds)},
+            {"command", about.command}};
+  }
+
+  std::vector<std::string> Warnings() const {
+    std::vector<std::string> warnings;
+    if (result_.about.interrupted) {
+      warnings.emplace_back("The run was interrupted. This is the report of what was done until then.");
+    }
+    const bool sparse = std::any_of(result_.policies.begin(), result_.policies.end(),
+                                    [](const ComparedPolicy& policy) { return !policy.dense; });
+    if (sparse && !result_.about.carries_settings) {
+      warnings.emplace_back(
+          "The model carries no settings of sparse attention: as far as its files say it was never trained with it. "
+          "Expect it to lose some of what lies far back in a text, the smaller the model the more.");
+    }
+    return warnings;
+  }
+
+  // The column of the longest text that was read, of the deepest point that was written at, and so on.
+  CompareTable Summary() const {
+    CompareTable table;
+    table.columns = {"attention"};
+    for (size_t i = 0; i < num_policies(); ++i) table.rows.push_back({Label(i)});
+    const auto add = [&](const std::string& column, const auto& cell) {
+      table.columns.push_back(column);
+      for (size_t i = 0; i < num_policies(); ++i) table.rows[i].push_back(cell(i));
+    };
+    if (result_.answers && std::any_of(result_.answers->questions.begin(), result_.answers->questions.end(),
+                                       [](const CompareQuestion& one) { return !one.expected.empty(); })) {
+      add("answers right", [&](size_t i) { return RightCount(*result_.answers, i); });
+    }
+    if (result_.speed) {
+      const CompareSpeed& speed = *result_.speed;
+      if (const std::vector<SpeedRow> rows = Longest(speed); !rows.empty()) {
+        for (const SpeedRow& row : rows) {
+          add(row.test == SpeedTest::kRead ? fmt::format("reads {}, tokens/s", TokensLabel(row.tokens))
+                                           : fmt::format("writes at {}, tokens/s", TokensLabel(row.depth)),
+              [&](size_t i) { return SpeedCell(speed, i, row); });
+        }
+        add(fmt::format("tokens read at {}", TokensLabel(rows.front().depth + rows.front().tokens)), [&](size_t i) {
+          const SpeedRow* row = speed.Find(i, rows.front().test, rows.front().tokens, rows.front().depth);
+          return row == nullptr ? kNothing : Percent(row->tokens_read.share());
+        });
+      }
+    }
+    if (result_.niah) {
+      std::set<NiahTask> tasks;
+      for (const auto& [task, length] : NiahColumns()) tasks.insert(task);
+      for (const auto& [task, length] : NiahColumns()) {
+        add(fmt::format("{} found at {}", tasks.size() == 1 ? "needles" : Name(task), TokensLabel(length)),
+            [&, task = task, length = length](size_t i) {
+              const NiahRow* row = FindNiahRow(niah_rows_, *result_.niah, i, task, length);
+              return row == nullptr ? kNothing : fmt::format("{} ({})", PercentOf(row->score), Range(row->ci95));
+            });
+      }
+    }
+    if (result_.text) {
+      const CompareText& text = *result_.text;
+      if (text.perplexity) {
+        add("perplexity", [&](size_t i) {
+          return text.results[i] ? fmt::format("{:.2f}", text.results[i]->perplexity()) : std::string(kNothing);
+        });
+      }
+      if (text.recall) {
+        add("recall", [&](size_t i) {
+          return text.recalls[i] && text.recalls[i]->all ? Percent(*text.recalls[i]->all) : std::string(kNothing);
+        });
+      }
+      if (!result_.speed) {
+        add(fmt::format("tokens read at {}", TokensLabel(text.tokens)), [&](size_t i) { return ReadShare(text, i); });
+      }
+    }
+    return table;
+  }
+
+  // Answers
+
+  static std::string RightCount(const CompareAnswers& answers, size_t policy) {
+    int64_t right = 0, judged = 0;
+    for (size_t q = 0; q < answers.questions.size(); ++q) {
+      const std::optional<bool> one = answers.Right(policy, q);
+      judged += one.has_value() ? 1 : 0;
+      right += one.value_or(false) ? 1 : 0;
+    }
+    return judged == 0 ? kNothing : fmt::format("{} of {}", right, judged);
+  }
+
+  CompareSection AnswersSection(const CompareAnswers& answers) const {
+    CompareSection section;
+    section.title = fmt::format("{} about a text", answers.questions.size() == 1 ? "A question" : "Questions");
+    CompareTable costs;
+    costs.caption = "What the answers took: the text was read once, for the first question";
+    costs.columns = {"attention",  "right", "tokens of the prompt", "read at, tokens/s", "written at, tokens/s",
+                     "tokens read"};
+    for (size_t i = 0; i < num_policies(); ++i) {
+      const std::vector<GenerateResult>& results = answers.results[i];
+      if (results.empty()) continue;
+      const GenerateResult& first = results.front();
+      double written = 0, seconds = 0;
+      TokensRead read;
+      for (const GenerateResult& one : results) {
+        written += std::max(0.0, static_cast<double>(one.tokens.size()) - 1);
+        seconds += one.decode_seconds;
+        read.read += one.tokens_read.read;
+        read.dense += one.tokens_read.dense;
+      }
+      costs.rows.push_back(
+          {Label(i), RightCount(answers, i), Thousands(first.prompt_tokens),
+           first.prefill_seconds > 0 ? Thousands(first.prompt_tokens / first.prefill_seconds) : kNothing,
+           seconds > 0 && written > 0 ? Thousands(written / seconds) : kNothing, Percent(read.share())});
+    }
+    section.tables.push_back(std::move(costs));
+    for (size_t q = 0; q < answers.questions.size(); ++q) {
+      const CompareQuestion& question = answers.questions[q];
+      CompareTable table;
+      table.caption = fmt::format("“{}”", question.question);
+      if (!question.expected.empty()) table.caption += fmt::format(" A right answer says “{}”.", question.expected);
+      table.columns = {"attention", "", "answer"};
+      table.prose = {1, 2};
+      for (size_t i = 0; i < num_policies(); ++i) {
+        if (q >= answers.results[i].size()) continue;
+        const std::optional<bool> right = answers.Right(i, q);
+        table.rows.push_back({Label(i), right ? (*right ? "right" : "wrong") : "", answers.results[i][q].text});
+      }
+      section.tables.push_back(std::move(table));
+    }
+    section.notes.push_back(fmt::format(
+        "Greedy, through the model's chat template. {} to look at, not a measurement: needles and perplexity are.",
+        Plural(static_cast<int64_t>(answers.questions.size()), "question")));
+    return section;
+  }
+
+  // Speed
+
+  // The longest reading and the deepest writing that somebody has, reading first.
+  std::vector<SpeedRow> Longest(const CompareSpeed& speed) const {
+    std::vector<SpeedRow> found;
+    for (const SpeedTest test : {SpeedTest::kRead, SpeedTest::kWrite}) {
+      const SpeedRow* longest = nullptr;
+      for (const auto& rows : speed.rows) {
+        for (const SpeedRow& row : rows) {
+          if (row.test != test) continue;
+          if (longest == nullptr || row.tokens + row.depth > longest->tokens + longest->depth) longest = &row;
+        }
+      }
+      if (longest != nullptr) found.push_back(*longest);
+    }
+    return found;
+  }
+
+  const SpeedRow* PeerRow(const CompareSpeed& speed, size_t policy, const SpeedRow& row) const {
+    const std::optional<size_t> peer = PeerOf(policy);
+    return peer ? speed.Find(*peer, row.test, row.tokens, row.depth) : nullptr;
+  }
+
+  std::string SpeedCell(const CompareSpeed& speed, size_t policy, const SpeedRow& which) const {
+    const SpeedRow* row = speed.Find(policy, which.test, which.tokens, which.depth);
+    if (row == nullptr) return kNothing;
+    const SpeedRow* peer = PeerRow(speed, policy, which);
+    const std::string value = Thousands(row->best());
+    return peer == nullptr ? value : fmt::format("{} ({:.2f}×)", value, row->best() / peer->best());
+  }
+
+  // "1.53 times as fast as dense attention (1,114 against 725 tokens/s)"
+  static std::string SpeedWords(const SpeedRow& row, const SpeedRow& peer) {
+    const std::string both = fmt::format("({} against {} tokens/s)", Thousands(row.best()), Thousands(peer.best()));
+    const size_t runs = std::min(row.seconds.size(), peer.seconds.size());
+    const bool overlap = row.slowest() <= peer.best() && peer.slowest() <= row.best();
+    if (runs > 1 && overlap) return fmt::format("no difference from dense that {} runs can tell {}", runs, both);
+    return fmt::format("{:.2f} times as fast as dense{} {}", row.best() / peer.best(), runs > 1 ? "" : " in one run",
+                       both);
+  }
+
+  CompareSection SpeedSection(const CompareSpeed& speed) const {
+    CompareSection section;
+    section.title = "Speed";
+    double spread = 1;
+    size_t fewest = static_cast<size_t>(speed.repeats);
+    std::set<std::pair<int32_t, int32_t>> reading, writing;  // tokens and depth
+    for (const auto& rows : speed.rows) {
+      for (const SpeedRow& row : rows) {
+        (row.test == SpeedTest::kRead ? reading : writing).insert({row.tokens, row.depth});
+        spread = std::max(spread, row.best() / row.slowest());
+        fewest = std::min(fewest, row.seconds.size());
+      }
+    }
+    for (size_t i = 0; i < num_policies(); ++i) {
+      std::string sentence;
+      for (const SpeedRow& longest : Longest(speed)) {
+        const SpeedRow* row = speed.Find(i, longest.test, longest.tokens, longest.depth);
+        const SpeedRow* peer = PeerRow(speed, i, longest);
+        if (row == nullptr || peer == nullptr) continue;
+        sentence += longest.test == SpeedTest::kRead
+                        ? fmt::format("reading {} tokens: {}", Thousands(row->tokens), SpeedWords(*row, *peer))
+                        : fmt::format("{}writing after {}: {}", sentence.empty() ? "" : "; ", Thousands(row->depth),
+                                      SpeedWords(*row, *peer));
+      }
+      if (!sentence.empty()) section.findings.push_back(fmt::format("{}, {}.", Label(i), sentence));
+    }
+    if (!dense_)
+      section.findings.emplace_back("Dense attention was not measured, so there is nothing to compare with.");
+    AddSpeedTable(speed, SpeedTest::kRead, reading, &section);
+    AddSpeedTable(speed, SpeedTest::kWrite, writing, &section);
+    const bool times = dense_ && num_policies() > 1;
+    section.notes.push_back(fmt::format(
+        "Random tokens. The best of {} per number{}; the policies ran in turn. {}{}", Plural(speed.repeats, "run"),
+        fewest < static_cast<size_t>(speed.repeats) ? ", fewer where the run was interrupted" : "",
+        speed.repeats > 1
+            ? fmt::format("Runs of the same thing differed by up to {:.0f} % (the whiskers). ", 100 * (spread - 1))
+            : std::string("One run says nothing about its own noise: give -r 3 for more. "),
+        times ? "In brackets: times dense attention in the same run." : ""));
+    return section;
+  }
+
+  void AddSpeedTable(const CompareSpeed& speed, SpeedTest test, const std::set<std::pair<int32_t, int32_t>>& points,
+                     CompareSection* section) const {
+    if (points.empty()) return;
+    const bool read = test == SpeedTest::kRead;
+    CompareTable table;
+    LineChart chart;
+    chart.title = read ? "Reading, tokens/s" : "Writing, tokens/s";
+    chart.x_title = read ? "tokens of the text" : "tokens in the cache";
+    chart.log_x = read && points.size() > 2;
+    chart.x_text = [](double x) { return TokensLabel(std::llround(x)); };
+    chart.y_text = Thousands;
+    table.caption = read ? "Reading a text of so many tokens, tokens/s"
+                         : fmt::format("Writing {} tokens after so many, tokens/s", speed.write_tokens);
+    table.columns = {"attention"};
+    const auto [last_tokens, last_depth] = *points.rbegin();
+    for (const auto& [tokens, depth] : points) table.columns.push_back(TokensLabel(read ? tokens : depth));
+    table.columns.push_back(fmt::format("tokens read at {}", table.columns.back()));
+    for (size_t i = 0; i < num_policies(); ++i) {
+      table.rows.push_back({Label(i)});
+      PlotLine& line = chart.lines.emplace_back(PlotLine{Label(i), styles_[i], {}});
+      for (const auto& [tokens, depth] : points) {
+        SpeedRow which;
+        which.test = test;
+        which.tokens = tokens;
+        which.depth = depth;
+        table.rows[i].push_back(SpeedCell(speed, i, which));
+        const SpeedRow* row = speed.Find(i, test, tokens, depth);
+        if (row == nullptr) continue;
+        PlotPoint& point = line.points.emplace_back(PlotPoint{double(read ? tokens : depth), row->best(), {}});
+        if (row->seconds.size() > 1) point.range = Interval{row->slowest(), row->best()};
+      }
+      const SpeedRow* last = speed.Find(i, test, last_tokens, last_depth);
+      table.rows[i].push_back(last == nullptr ? kNothing : Percent(last->tokens_read.share()));
+    }
+    section->charts.push_back(LineChartSvg(chart));
+    section->tables.push_back(std::move(table));
+  }
+
+  // Needles
+
+  std::vector<std::pair<NiahTask, int32_t>> NiahColumns() const {
+    std::set<std::pair<NiahTask, int32_t>> columns;
+    for (const NiahRow& row : niah_rows_) columns.insert({row.task, row.length});
+    return {columns.begin(), columns.end()};
+  }
+
+  // "-50 points (95 % interval -80 to -20, p = 0.002)"
+  static std::string DifferenceNumbers(const PairedDifference& difference) {
+    return fmt::format("{} points (95 % interval {} to {}, {})", Points(difference.mean), Points(difference.ci95.low),
+                       Points(difference.ci95.high),
+                       difference.p < 0.001 ? "p < 0.001" : fmt::format("p = {:.3f}", difference.p));
+  }
+
+  static std::string DifferenceWords(const PairedDifference& difference) {
+    if (difference.p < kUnlikely) return difference.mean < 0 ? "fewer, beyond chance" : "more, beyond chance";
+    return fmt::format("{} not enough to tell them apart",
+                       difference.samples == 1 ? "1 sample is" : fmt::format("{} samples are", difference.samples));
+  }
+
+  CompareSection NiahSection(const CompareNiah& niah) const {
+    CompareSection section;
+    section.title = "Needles in a haystack";
+    const auto columns = NiahColumns();
+    if (columns.empty()) {
+      section.findings.emplace_back("No sample was finished.");
+      return section;
+    }
+    for (const auto& [task, length] : columns) {
+      const std::string place = fmt::format("{} at {} tokens", Name(task), Thousands(length));
+      CompareTable table;
+      BarChart chart;
+      chart.title = fmt::format("Found, {}, with 95 % intervals", place);
+      chart.text = PercentOf;
+      table.caption = fmt::format("Needles found, {}", place);
+      table.columns = {"attention", "found", "95 % interval", "samples", "tokens read", "sparsity", "against dense"};
+      table.prose = {6};
+      for (size_t i = 0; i < num_policies(); ++i) {
+        const NiahRow* row = FindNiahRow(niah_rows_, niah, i, task, length);
+        if (row == nullptr) continue;
+        std::string against = kNothing;
+        if (const std::optional<size_t> peer = PeerOf(i)) {
+          const NiahRow* other = FindNiahRow(niah_rows_, niah, *peer, task, length);
+          const std::optional<PairedDifference> difference = other ? Compare(*row, *other) : std::nullopt;
+          if (difference) {
+            against = DifferenceNumbers(*difference);
+            section.findings.push_back(fmt::format("{}: {} found {}, dense {}: {}.", place, Label(i),
+                                                   PercentOf(row->score), PercentOf(other->score),
+                                                   DifferenceWords(*difference)));
+          }
+        }
+        chart.bars.push_back({Label(i), PercentOf(row->score), styles_[i], row->score, row->ci95});
+        table.rows.push_back({Label(i), PercentOf(row->score), Range(row->ci95), fmt::format("{}", row->records.size()),
+                              Percent(row->read_share), Percent(row->sparsity), against});
+      }
+      section.charts.push_back(BarChartSvg(chart));
+      section.tables.push_back(std::move(table));
+    }
+    section.notes.emplace_back(
+        "The tasks are RULER's: a number is hidden in a text and asked for, greedily. Intervals of a share are "
+        "Wilson's, "
+        "those of a difference Bonett and Price's, p is McNemar's exact test on the same samples. Nothing is corrected "
+        "for the number of comparisons.");
+    return section;
+  }
+
+  // Perplexity and recall
+
+  std::string ReadShare(const CompareText& text, size_t policy) const {
+    return text.results[policy] ? Percent(text.results[policy]->tokens_read.share()) : std::string(kNothing);
+  }
+
+  static std::string Change(double loss) { return fmt::format("{:+.1f} %", 100 * (std::exp(loss) - 1)); }
+
+  CompareSection PerplexitySection(const CompareText& text) const {
+    CompareSection section;
+    section.title = "Perplexity";
+    CompareTable table;
+    table.caption = fmt::format("{} tokens of {}", Thousands(text.tokens), text.name);
+    table.columns = {"attention", "perplexity", "against dense", "95 % interval", "tokens read"};
+    for (size_t i = 0; i < num_policies(); ++i) {
+      if (!text.results[i]) continue;
+      std::string change = kNothing, interval = kNothing;
+      const std::optional<size_t> peer = PeerOf(i);
+      if (peer && text.results[*peer]) {
+        const PerplexityResult &own = *text.results[i], &other = *text.results[*peer];
+        change = Change(own.loss - other.loss);
+        std::string words = "the text is too short for an interval";
+        if (const std::optional<LossDifference> difference = CompareLosses(own.losses, other.losses)) {
+          interval = fmt::format("{} to {}", Change(difference->ci95.low), Change(difference->ci95.high));
+          const bool clear = difference->ci95.low > 0 || difference->ci95.high < 0;
+          words = fmt::format("95 % interval {}{}", interval, clear ? "" : ", so this text does not tell them apart");
+        }
+        section.findings.push_back(fmt::format("{}: {:.2f} against {:.2f} with dense attention, {} ({}).", Label(i),
+                                               own.perplexity(), other.perplexity(), change, words));
+      }
+      table.rows.push_back(
+          {Label(i), fmt::format("{:.3f}", text.results[i]->perplexity()), change, interval, ReadShare(text, i)});
+    }
+    if (table.rows.empty()) section.findings.emplace_back("Nothing was finished.");
+    section.tables.push_back(std::move(table));
+    section.notes.emplace_back(
+        "Lower is better. One window, as phsa perplexity reads it. The interval is of the mean difference in loss "
+        "over "
+        "32 pieces of this text; it says nothing about other texts. Most tokens of most texts can be told from what is "
+        "near: a model can keep its perplexity and lose its needles.");
+    return section;
+  }
+
+  CompareSection RecallSection(const CompareText& text) const {
+    CompareSection section;
+    section.title = "Recall";
+    CompareTable table;
+    table.caption = fmt::format("Share of dense attention's mass that was read, {} tokens of {}",
+                                Thousands(text.tokens), text.name);
+    table.columns = {"attention", "all queries", "queries that leave something out", "lowest layer", "tokens read"};
+    LineChart chart;
+    chart.title = "Recall by layer, queries that leave something out";
+    chart.x_title = "layer";
+    chart.y_high = 1;
+    chart.x_text = [](double x) { return fmt::format("{:.0f}", x); };
+    chart.y_text = PercentOf;
+    const auto share = [](const std::optional<double>& value) {
+      return value ? Percent(*value) : std::string(kNothing);
+    };
+    for (size_t i = 0; i < num_policies(); ++i) {
+      if (!text.recalls[i]) continue;
+      const CompareRecall& recall = *text.recalls[i];
+      PlotLine line{Label(i), styles_[i], {}};
+      std::optional<std::pair<double, size_t>> lowest;
+      for (size_t layer = 0; layer < recall.sparse_by_layer.size(); ++layer) {
+        const std::optional<double>& value = recall.sparse_by_layer[layer];
+        if (!value) continue;
+        line.points.push_back({static_cast<double>(layer), *value, {}});
+        if (!lowest || *value < lowest->first) lowest = {*value, layer};
+      }
+      std::string lowest_text = kNothing;
+      if (lowest) {
+        lowest_text = fmt::format("{} (layer {})", Percent(lowest->first), lowest->second);
+        section.findings.push_back(
+            fmt::format("{} reads {} of the tokens, and they hold {} of what dense attention would weigh.", Label(i),
+                        ReadShare(text, i), share(recall.all)));
+        chart.lines.push_back(std::move(line));
+      } else {
+        section.findings.push_back(fmt::format("{} leaves nothing out of a text this short.", Label(i)));
+      }
+      table.rows.push_back({Label(i), share(recall.all), share(recall.sparse), lowest_text, ReadShare(text, i)});
+    }
+    if (table.rows.empty()) {
+      section.findings.emplace_back(
+          "Nothing to show: dense attention reads everything, and nothing else was finished.");
+      return section;
+    }
+    if (!chart.lines.empty()) section.charts.push_back(LineChartSvg(chart));
+    section.tables.push_back(std::move(table));
+    section.notes.emplace_back(
+        "The mean over queries, layers and heads, measured on the same keys. Mass is not meaning: the one token that "
+        "matters may weigh little.");
+    return section;
+  }
+
+  // FLOPs
+
+  CompareSection FlopsSection(const CompareFlops& flops) const {
+    CompareSection section;
+    section.title = "FLOPs of attention by length";
+    LineChart chart;
+    chart.title = "FLOPs of all layers' attention";
+    chart.x_title = "tokens of the text";
+    chart.log_x = chart.log_y = true;
+    chart.x_text = [](double x) { return TokensLabel(std::llround(x)); };
+    chart.y_text = Flop;
+    CompareTable table, parts;
+    table.caption = dense_ ? "FLOPs for reading a text of so many tokens, and their share of dense attention's"
+                           : "FLOPs for reading a text of so many tokens";
+    table.columns = {"attention"};
+    for (const int32_t length : flops.lengths) table.columns.push_back(TokensLabel(length));
+    parts.caption = fmt::format("What they are spent on at {}", table.columns.back());
+    parts.columns = {"attention", "attention itself", "scores", "representatives"};
+    for (size_t i = 0; i < num_policies(); ++i) {
+      table.rows.push_back({Label(i)});
+      PlotLine& line = chart.lines.emplace_back(PlotLine{Label(i), styles_[i], {}});
+      const std::optional<size_t> peer = PeerOf(i);
+      for (size_t j = 0; j < flops.lengths.size(); ++j) {
+        const double total = flops.counts[i][j].total();
+        line.points.push_back({static_cast<double>(flops.lengths[j]), total, {}});
+        table.rows[i].push_back(
+            peer ? fmt::format("{} ({})", Flop(total), Percent(total / flops.counts[*peer][j].total())) : Flop(total));
+      }
+      const AttentionFlops& last = flops.counts[i].back();
+      const auto part = [&](double value) {
+        return value > 0 ? fmt::format("{} ({})", Flop(value), PercentOf(value / last.total())) : std::string(kNothing);
+      };
+      parts.rows.push_back({Label(i), part(last.attention), part(last.scores), part(last.representatives)});
+      if (peer) {
+        const double ratio = flops.counts[*peer].back().total() / last.total();
+        section.findings.push_back(fmt::format("At {}, {} needs {} of dense attention's FLOPs{}.", table.columns.back(),
+                                               Label(i), Percent(1 / ratio),
+                                               ratio >= 2 ? fmt::format(", one in {:.0f}", ratio) : ""));
+      }
+    }
+    section.charts.push_back(LineChartSvg(chart));
+    section.tables.push_back(std::move(table));
+    section.tables.push_back(std::move(parts));
+    section.notes.push_back(fmt::format(
+        "Counted from the method's formulas for this model's shape, not measured: a multiplication and an addition are "
+        "one each, softmax and top-K are left out, so are the other layers. Every length has the settings of a context "
+        "of "
+        "that length.{}",
+        flops.lengths.back() > result_.about.context
+            ? fmt::format(" The model's own context ends at {}.", Thousands(result_.about.context))
+            : ""));
+    return section;
+  }
+
+  // Settings: where a policy has the same ones in several parts, they stand in one line.
+  CompareSection SettingsSection() const {
+    CompareSection section;
+    section.title = "Settings";
+    CompareTable table;
+    table.columns = {"attention", "in", "block", "init", "local", "K", "λ", "punctuation", "group", "dense below"};
+    table.prose = {1};
+    bool layers_differ = false;
+    for (size_t i = 0; i < num_policies(); ++i) {
+      std::vector<std::pair<LayerSettings, std::string>> used;
+      const auto add = [&](const LayerSettings& attention, const std::string& part) {
+        for (auto& [known, parts] : used) {
+          if (known == attention) {
+            parts += ", " + part;
+            return;
+          }
+        }
+        used.emplace_back(attention, part);
+      };
+      if (result_.answers) add(result_.answers->attention[i], "answers");
+      if (result_.speed) add(result_.speed->attention[i], "speed");
+      if (result_.text && result_.text->perplexity) add(result_.text->attention[i], "perplexity");
+      if (result_.text && result_.text->recall) add(result_.text->attention[i], "recall");
+      if (result_.niah) {
+        for (size_t j = 0; j < result_.niah->lengths.size(); ++j) {
+          add(result_.niah->attention[i][j], fmt::format("needles {}", TokensLabel(result_.niah->lengths[j])));
+        }
+      }
+      if (result_.flops) {
+        for (size_t j = 0; j < result_.flops->lengths.size(); ++j) {
+          add(result_.flops->attention[i][j], fmt::format("FLOPs {}", TokensLabel(result_.flops->lengths[j])));
+        }
+      }
+      if (IsDense(i)) {
+        table.rows.push_back({Label(i), "everything"});
+        table.rows.back().resize(table.columns.size(), kNothing);
+        continue;
+      }
+      for (const auto& [attention, parts] : used) {
+        const Settings& base = attention.base;
+        layers_differ = layers_differ || !attention.layers.empty();
+        table.rows.push_back({Label(i), parts, fmt::format("{}", base.block_size), fmt::format("{}", base.init_tokens),
+                              fmt::format("{}", base.local_tokens),
+                              Chooses(base.policy) ? fmt::format("{}", base.top_k) : std::string(kNothing),
+                              base.policy != Policy::kPhsa ? std::string(kNothing)
+                              : base.head_lambda.empty()   ? fmt::format("{:g}", base.lambda)
+                                                           : std::string("per head"),
+                              base.policy == Policy::kPhsa ? base.punctuation : std::string(kNothing),
+                              Name(base.group_reduce), fmt::format("{}", base.dense_below)});
+      }
+    }
+    section.tables.push_back(std::move(table));
+    section.notes.push_back(
+        fmt::format("The presets follow the context that a part needs: init 16 and local 128 up to 4,096 tokens, 128 "
+                    "and 512 above, "
+                    "unless flags or the model say otherwise. report.json has every number of this page.{}",
+                    layers_differ ? " Some layers have settings of their own; report.json has them." : ""));
+    return section;
+  }
+
+  const CompareResult& result_;
+  std::vector<PlotStyle> styles_;
+  std::optional<size_t> dense_;
+  std::vector<NiahRow> niah_rows_;
+};
+
+}  // namespace
+
+std::vector<NiahRow> NiahRowsOf(const CompareResult& result) {
+  if (!result.niah) return {};
+  std::vector<const NiahRecord*> records;
+  for (const NiahRecord& record : result.niah->records.all()) records.push_back(&record);
+  return NiahRows(records, result.about.num_layers);
+}
+
+const NiahRow* FindNiahRow(std::span<const NiahRow> rows, const CompareNiah& niah, size_t policy, NiahTask task,
+                           int32_t length) {
+  const auto at = std::find(niah.lengths.begin(), niah.lengths.end(), length) - niah.lengths.begin();
+  for (const NiahRow& row : rows) {
+    if (row.task == task && row.length == length && row.attention == niah.attention[policy][static_cast<size_t>(at)]) {
+      return &row;
+    }
+  }
+  return nullptr;
+}
+
+CompareStory TellComparison(const CompareResult& result) { return Teller(result).Tell(); }
+
+}  // namespace phsa

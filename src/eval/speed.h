@@ -1,0 +1,65 @@
+// How fast a model reads and writes, for `phsa bench` and `phsa compare`.
+#ifndef PHSA_EVAL_SPEED_H_
+#define PHSA_EVAL_SPEED_H_
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/session.h"
+
+namespace phsa {
+
+enum class SpeedTest : uint8_t { kRead, kWrite };
+const char* Name(SpeedTest test);  // "pp" and "tg", as llama-bench calls them
+
+// `tokens` tokens were read at once, or one after the other, after `depth` others.
+struct SpeedRow {
+  SpeedTest test = SpeedTest::kRead;
+  int32_t tokens = 0, depth = 0;
+  std::vector<double> seconds;  // of each run; at least one
+  StepTimes times;              // of all runs
+  TokensRead tokens_read;       // of all runs
+
+  double best() const;  // tokens per second
+  double mean() const;
+  double slowest() const;
+  void Join(const SpeedRow& other);  // the runs of both, of the same measurement
+};
+
+// test, tokens, depth, tokens_per_s, tokens_per_s_mean, repeats, read_share
+nlohmann::ordered_json SpeedToJson(const SpeedRow& row);
+
+// Measures the attention that the engine has, on random tokens. Throws phsa::Error where a logit is not finite: then
+// what was timed was no computation.
+class SpeedMeter {
+ public:
+  // `callbacks.stop` is asked before every step, `callbacks.prefill` told the tokens that are in the cache.
+  SpeedMeter(Engine& engine, GenerateCallbacks callbacks);
+
+  // Reading each of `lengths` tokens, ascending, after `depth` others: a row for each. One pass of the longest measures
+  // all. What callbacks.stop cut short is left out, rows without a run too.
+  std::vector<SpeedRow> Read(int32_t depth, std::span<const int32_t> lengths, int32_t repeats);
+  // Writing after `depth` tokens. What was read for the call before is not read again. No run where it was stopped.
+  SpeedRow Write(int32_t depth, int32_t tokens, int32_t repeats);
+
+ private:
+  // Goes on to `length` tokens in steps; false where it was stopped.
+  bool Advance(int32_t length, int32_t step);
+  // Reads `depth` tokens and the first `step` after them, so that buffers are as in use, and goes back.
+  bool Prepare(int32_t depth, int32_t tokens, int32_t step);
+
+  Engine& engine_;
+  GenerateCallbacks callbacks_;
+  Sequence sequence_;
+  std::vector<int32_t> tokens_;
+};
+
+// As the system names it.
+std::string CpuName();
+
+}  // namespace phsa
+
+#endif  // PHSA_EVAL_SPEED_H_
