@@ -23,6 +23,11 @@ if(PHSA_FUZZ)
   target_compile_options(phsa_options INTERFACE -fsanitize=fuzzer-no-link)
 endif()
 
+# Where the include directories of the folders lie. ccache knows a source by the options it was compiled with, so that a
+# second build with those of the first need not compile anything again.
+set(PHSA_INCLUDE_ROOTS ${PROJECT_BINARY_DIR}/include-roots CACHE PATH "Include directories of the folders of src/")
+mark_as_advanced(PHSA_INCLUDE_ROOTS)
+
 # phsa_add_folder(<name> SOURCES ... [USES <folder>...] [PUBLIC_LIBRARIES ...] [PRIVATE_LIBRARIES ...])
 #
 # The target phsa_<name>, for the sources of src/<name>. It sees include/, its own folder as "<name>/...", and those of
@@ -30,7 +35,7 @@ endif()
 # a border that the design does not have is an error of the compiler.
 function(phsa_add_folder name)
   cmake_parse_arguments(arg "" "" "SOURCES;USES;PUBLIC_LIBRARIES;PRIVATE_LIBRARIES" ${ARGN})
-  set(root ${PROJECT_BINARY_DIR}/include-roots/${name})
+  set(root ${PHSA_INCLUDE_ROOTS}/${name})
   file(MAKE_DIRECTORY ${root})
   file(CREATE_LINK ${PROJECT_SOURCE_DIR}/src/${name} ${root}/${name} SYMBOLIC)
   target_compile_options(phsa_options INTERFACE -ffile-prefix-map=${root}/=src/)

@@ -1,12 +1,16 @@
-"""Where libphsa is, and the few of its functions that need no tensors, through ctypes."""
+"""Where the libraries are, the engine's module, and through ctypes those functions of libphsa that need no tensors."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.machinery
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 ABI_VERSION = 1
 _INVALID_ARGUMENT = 2
@@ -74,6 +78,31 @@ def load() -> ctypes.CDLL:
         ctypes.POINTER(ctypes.c_uint8),
     ]
     return library
+
+
+@functools.cache
+def load_engine() -> ModuleType:
+    """phsa._engine: it lies beside libphsa, not in the package, so that a checkout's build is found."""
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = find(f"_engine{suffix}")
+        if path is not None:
+            break
+    else:
+        raise LibraryError(
+            f"there is no engine for this Python (looked for _engine{importlib.machinery.EXTENSION_SUFFIXES[0]} in "
+            f"{searched()}). `pip install .` builds it unless PHSA_ENGINE=OFF is set; in a checkout, with nanobind "
+            "installed, `cmake --preset release -DPHSA_PYTHON=$(which python) && cmake --build --preset release` does"
+        )
+    name = f"{__package__}._engine"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise LibraryError(f"{path} cannot be loaded: {error}") from error
+    sys.modules[name] = module
+    return module
 
 
 def _check(library: ctypes.CDLL, status: int) -> None:

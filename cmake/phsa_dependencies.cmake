@@ -1,0 +1,51 @@
+# What phsa is built with. All that is missing is named at once, with the Debian packages that bring it: whoever builds
+# through pip sees this message and nothing else of CMake.
+
+set(missing_dependencies "")
+
+# phsa_require(<found> <what> <Debian package>)
+macro(phsa_require found what package)
+  if(NOT ${found})
+    list(APPEND missing_dependencies "${what} (${package})")
+    list(APPEND missing_packages ${package})
+  endif()
+endmacro()
+
+find_package(Threads REQUIRED)
+find_package(fmt QUIET)
+phsa_require(fmt_FOUND fmt libfmt-dev)
+find_package(nlohmann_json QUIET)
+phsa_require(nlohmann_json_FOUND nlohmann-json nlohmann-json3-dev)
+find_package(PkgConfig QUIET)
+phsa_require(PkgConfig_FOUND pkg-config pkg-config)
+
+# phsa_require_module(<prefix> <pkg-config module> <Debian package>): the target PkgConfig::<prefix>.
+macro(phsa_require_module prefix module package)
+  if(PkgConfig_FOUND)
+    pkg_check_modules(${prefix} QUIET IMPORTED_TARGET ${module})
+  endif()
+  phsa_require(${prefix}_FOUND ${module} ${package})
+endmacro()
+
+phsa_require_module(HWY libhwy>=1.0.3 libhwy-dev)
+if(PHSA_ENGINE)
+  find_package(OpenSSL QUIET COMPONENTS Crypto)
+  phsa_require(OPENSSL_FOUND OpenSSL libssl-dev)
+  find_package(CLI11 QUIET)
+  phsa_require(CLI11_FOUND CLI11 libcli11-dev)
+  phsa_require_module(LIBZIP libzip libzip-dev)
+  phsa_require_module(PCRE2 libpcre2-8 libpcre2-dev)
+  phsa_require_module(UTF8PROC libutf8proc libutf8proc-dev)
+endif()
+include(phsa_python)
+
+if(missing_dependencies)
+  list(JOIN missing_dependencies ", " missing_dependencies)
+  list(JOIN missing_packages " " missing_packages)
+  set(without_engine "")
+  if(PHSA_ENGINE)
+    set(without_engine "\nThe attention library alone needs less: PHSA_ENGINE=OFF leaves the engine out.")
+  endif()
+  message(FATAL_ERROR "phsa: not found: ${missing_dependencies}. On Debian:\n"
+                      "  sudo apt-get install ${missing_packages}${without_engine}")
+endif()
