@@ -42,9 +42,9 @@ std::vector<ScoreRequest> RandomRequests(Engine& engine, uint32_t seed) {
     return Tokens(least + random() % (most - least + 1), random());
   };
   std::vector<ScoreRequest> requests;
-  for (const size_t beginning : {0, 5, 128, 300}) {
+  for (const size_t beginning : {0, 128, 300}) {
     const std::vector<int32_t> shared = Tokens(beginning, 77);
-    for (int question = 0; question < 4; ++question) {
+    for (int question = 0; question < 3; ++question) {
       const std::vector<int32_t> context = Joined(shared, tokens(1, 90));
       const size_t longest = question == 0 ? 1 : question == 1 ? 250 : 20;
       const std::vector<int32_t> stem = tokens(0, 20);
@@ -75,13 +75,16 @@ std::string Differences(const Score& score, const Score& expected) {
 TEST(Scorer, ScoresAreThoseOfEachTextReadAlone) {
   int greedy = 0;
   for (const Policy policy : {Policy::kDense, Policy::kPhsa, Policy::kInfllm2_64}) {
+    std::vector<ScoreRequest> requests;
+    std::vector<Score> expected;
     for (const auto& [chunk, cache_tokens] : {std::pair{512, 8192}, {100, 1024}, {7, 640}}) {
       EngineOptions options = FakeOptions(640, chunk, SmallSettings(policy, 1));
       options.cache_tokens = cache_tokens;
       const std::unique_ptr<Engine> engine = LoadedEngine(options);
-      const std::vector<ScoreRequest> requests = RandomRequests(*engine, 11);
-      std::vector<Score> expected;
-      for (const ScoreRequest& request : requests) expected.push_back(PlainScore(*engine, request));
+      if (requests.empty()) {
+        requests = RandomRequests(*engine, 11);
+        for (const ScoreRequest& request : requests) expected.push_back(PlainScore(*engine, request));
+      }
       const StepWatch watch(engine->decoder());
       const auto scores = ScoreAll(*engine, requests, {});
       ASSERT_TRUE(scores.has_value());
@@ -95,7 +98,7 @@ TEST(Scorer, ScoresAreThoseOfEachTextReadAlone) {
       EXPECT_EQ(engine->cache().free_pages(), engine->cache().num_pages());
     }
   }
-  EXPECT_GE(greedy, 9 * 16) << "the endings that the model would have chosen";
+  EXPECT_GE(greedy, 9 * 9) << "the endings that the model would have chosen";
 }
 
 TEST(Scorer, ALogProbabilityIsALogSoftmaxOverTheVocabulary) {
