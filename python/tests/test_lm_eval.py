@@ -466,53 +466,13 @@ def test_generated_code_is_not_run_without_consent(manager: TaskManager) -> None
 
 # --- the model, on the engine, against the harness's model of transformers ---
 
-TOKENIZER = Path(__file__).resolve().parents[2] / "tests" / "data" / "tokenizer"
-CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'"
-    " + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder with a small random model and a tokenizer."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from tiny_model import write_model
 
     folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = json.loads((TOKENIZER / "base.json").read_text(encoding="utf-8"))
-    kinds = json.loads((TOKENIZER / "kinds.json").read_text(encoding="utf-8"))
-    first = len(tokenizer["model"]["vocab"])
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    tokenizer["pre_tokenizer"] = kinds["qwen2"]["pre_tokenizer"]
-    tokenizer["added_tokens"] = [{"id": first + i, "content": text, **flags} for i, text in enumerate(CONTROL)]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    configuration = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": CONTROL[0],
-        "eos_token": CONTROL[2],
-        "pad_token": CONTROL[0],
-        "chat_template": CHATML,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(configuration), encoding="utf-8")
-    torch.manual_seed(5)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=first + len(CONTROL),
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            max_position_embeddings=256,
-            bos_token_id=first,
-            eos_token_id=first + 2,
-            initializer_range=0.15,
-        )
-    )
-    model.save_pretrained(folder)
+    write_model(folder, context=256)
     return folder
 
 

@@ -1,6 +1,7 @@
 """The package as pip builds and installs it, in an environment that has nothing else.
 
-A first build compiles everything, which takes minutes; a later one only what has changed.
+Built beside the build that the other tests use, with its options, so that ccache need not compile anything again.
+Without ccache the first time takes minutes.
 """
 
 from __future__ import annotations
@@ -48,10 +49,15 @@ def run(*args: object, env: dict[str, str] | None = None, cwd: Path | None = Non
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
+    library = _library.find("libphsa.so")
+    assert library is not None
+    build = library.parent.parent
     variables = {
+        "CC": "cc",
+        "CXX": "c++",
         "PHSA_TORCH": "OFF",
-        "SKBUILD_BUILD_DIR": str(ROOT / "build/wheel"),
-        "SKBUILD_CMAKE_DEFINE": "PHSA_WERROR=ON",
+        "SKBUILD_BUILD_DIR": str(build / "wheel"),
+        "SKBUILD_CMAKE_DEFINE": f"PHSA_WERROR=ON;PHSA_INCLUDE_ROOTS={build / 'include-roots'}",
         "CMAKE_BUILD_PARALLEL_LEVEL": os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count())),
     }
     pip = (sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check")

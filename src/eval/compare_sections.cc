@@ -33,10 +33,11 @@ std::string Si(double value, const char* format) {
 }
 std::string Flop(double value) { return Si(value, value >= 1 ? "{:.3g}" : "{:g}"); }
 
-// One colour for a policy in all charts; those that differ in K alone differ in marker and dash.
+// One colour for a policy in all charts; those that differ in K alone differ in marker and dash. So do InfLLM v2 and
+// PHSA, which often lie on one another.
 std::vector<PlotStyle> Styles(const CompareResult& result) {
   std::vector<PlotStyle> styles;
-  std::map<int32_t, int32_t> used;
+  std::map<int32_t, int32_t> used = {{1, 1}};
   for (const ComparedPolicy& policy : result.policies) {
     int32_t colour = 0;
     switch (policy.policy) {
@@ -541,7 +542,9 @@ class Teller {
       }
       const AttentionFlops& last = flops.counts[i].back();
       const auto part = [&](double value) {
-        return value > 0 ? fmt::format("{} ({})", Flop(value), PercentOf(value / last.total())) : std::string(kNothing);
+        if (value == 0) return std::string(kNothing);
+        const double share = value / last.total();
+        return fmt::format("{} ({})", Flop(value), share < 0.01 ? "under 1 %" : PercentOf(share));
       };
       parts.rows.push_back({Label(i), part(last.attention), part(last.scores), part(last.representatives)});
       if (peer) {

@@ -109,23 +109,29 @@ std::string Legend(const std::vector<PlotLine>& lines, double* y) {
 }
 
 std::string DrawLine(const LineChart& chart, const PlotLine& line, const Axis& x, const Axis& y) {
-  std::string path, marks;
+  std::string path;
+  for (const PlotPoint& point : line.points) {
+    if (!Drawable(chart, point)) continue;
+    path += fmt::format("{}{:.1f} {:.1f}", path.empty() ? "M" : "L", x.At(point.x), y.At(point.y));
+  }
+  if (path.empty()) return "";
+  return fmt::format("<path {} fill=\"none\" stroke-width=\"2\" stroke-linejoin=\"round\"{} d=\"{}\"/>\n",
+                     Stroke(line.style), Dash(line.style), path);
+}
+
+std::string DrawMarkers(const LineChart& chart, const PlotLine& line, const Axis& x, const Axis& y) {
+  std::string marks;
   for (const PlotPoint& point : line.points) {
     if (!Drawable(chart, point)) continue;
     const double at_x = x.At(point.x), at_y = y.At(point.y);
-    path += fmt::format("{}{:.1f} {:.1f}", path.empty() ? "M" : "L", at_x, at_y);
     if (point.range) {
       marks += fmt::format("<line {} x1=\"{:.1f}\" y1=\"{:.1f}\" x2=\"{:.1f}\" y2=\"{:.1f}\"/>\n", Stroke(line.style),
                            at_x, y.At(point.range->low), at_x, y.At(point.range->high));
     }
-    marks +=
-        fmt::format("<g><title>{}</title>{}</g>\n",
-                    EscapedMarkup(fmt::format("{}, {}: {}", line.label, chart.x_text(point.x), chart.y_text(point.y))),
-                    Marker(line.style, at_x, at_y));
+    const std::string title = fmt::format("{}, {}: {}", line.label, chart.x_text(point.x), chart.y_text(point.y));
+    marks += fmt::format("<g><title>{}</title>{}</g>\n", EscapedMarkup(title), Marker(line.style, at_x, at_y));
   }
-  if (path.empty()) return "";
-  return fmt::format("<path {} fill=\"none\" stroke-width=\"2\" stroke-linejoin=\"round\"{} d=\"{}\"/>\n{}",
-                     Stroke(line.style), Dash(line.style), path, marks);
+  return marks;
 }
 
 }  // namespace
@@ -227,7 +233,9 @@ std::string LineChartSvg(const LineChart& chart) {
     body += Text(at, bottom + 18, "middle", label, kSoft);
   }
   body += Text(kWidth - kRight, bottom + 36, "end", chart.x_title, kSoft);
-  for (const PlotLine& line : chart.lines) body += DrawLine(chart, line, x, y);
+  // The first line on top, so that one which lies on another shows it between its dashes.
+  for (size_t i = chart.lines.size(); i-- > 0;) body += DrawLine(chart, chart.lines[i], x, y);
+  for (const PlotLine& line : chart.lines) body += DrawMarkers(chart, line, x, y);
   return Whole(height, chart.title, body);
 }
 
