@@ -464,6 +464,7 @@ LOAD = """
 import signal, sys, threading, time
 import numpy as np
 import phsa
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background may have Ctrl-C ignored
 llm = phsa.LLM(sys.argv[1], threads=1)
 ids = np.arange(60000) % 250
 """

@@ -320,7 +320,7 @@ class Teller {
     LineChart chart;
     chart.title = read ? "Reading, tokens/s" : "Writing, tokens/s";
     chart.x_title = read ? "tokens of the text" : "tokens in the cache";
-    chart.log_x = read && points.size() > 2;
+    chart.log_x = read && points.size() > 1;
     chart.x_text = [](double x) { return TokensLabel(std::llround(x)); };
     chart.y_text = Thousands;
     table.caption = read ? "Reading a text of so many tokens, tokens/s"

@@ -14,7 +14,7 @@ namespace {
 
 // Narrow, so that the letters of a chart that fills a phone's screen can still be read.
 constexpr double kWidth = 400, kLeft = 62, kRight = 16, kPlotHeight = 210, kLine = 18;
-constexpr double kCharacter = 7;  // width of a letter at the size of the text, rather more than less
+constexpr double kCharacter = 7.6;  // width of a letter at the size of the text, rather more than less
 
 // Grey, orange, blue: dense, InfLLM v2 and PHSA everywhere in this project. Then others that differ in brightness too.
 constexpr std::array<std::string_view, kPlotColours> kColours = {"#6b7280", "#d97706", "#2563eb",
@@ -43,14 +43,19 @@ std::string Rule(double x1, double y1, double x2, double y2) {
       y2);
 }
 
-std::string Marker(const PlotStyle& style, double x, double y) {
+std::string Marker(const PlotStyle& style, double x, double y, double size = 4) {
   const std::string fill = Fill(style);
   switch (style.variant % 4) {
-    case 0: return fmt::format("<circle {} cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"4\"/>\n", fill, x, y);
+    case 0: return fmt::format("<circle {} cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"{:g}\"/>\n", fill, x, y, size);
     case 1:
-      return fmt::format("<rect {} x=\"{:.1f}\" y=\"{:.1f}\" width=\"7\" height=\"7\"/>\n", fill, x - 3.5, y - 3.5);
-    case 2: return fmt::format("<path {} d=\"M{:.1f} {:.1f}l5 9h-10z\"/>\n", fill, x, y - 5.5);
-    default: return fmt::format("<path {} d=\"M{:.1f} {:.1f}l5 5l-5 5l-5 -5z\"/>\n", fill, x, y - 5);
+      return fmt::format("<rect {0} x=\"{1:.1f}\" y=\"{2:.1f}\" width=\"{3:.1f}\" height=\"{3:.1f}\"/>\n", fill,
+                         x - 0.9 * size, y - 0.9 * size, 1.8 * size);
+    case 2:
+      return fmt::format("<path {} d=\"M{:.1f} {:.1f}l{:.1f} {:.1f}h{:.1f}z\"/>\n", fill, x, y - 1.4 * size, 1.3 * size,
+                         2.3 * size, -2.6 * size);
+    default:
+      return fmt::format("<path {0} d=\"M{1:.1f} {2:.1f}l{3:.1f} {3:.1f}l-{3:.1f} {3:.1f}l-{3:.1f} -{3:.1f}z\"/>\n",
+                         fill, x, y - 1.3 * size, 1.3 * size);
   }
 }
 
@@ -121,6 +126,7 @@ std::string DrawLine(const LineChart& chart, const PlotLine& line, const Axis& x
 
 std::string DrawMarkers(const LineChart& chart, const PlotLine& line, const Axis& x, const Axis& y) {
   std::string marks;
+  const double size = line.points.size() > 16 ? 2.2 : 4;  // many stand close
   for (const PlotPoint& point : line.points) {
     if (!Drawable(chart, point)) continue;
     const double at_x = x.At(point.x), at_y = y.At(point.y);
@@ -129,7 +135,7 @@ std::string DrawMarkers(const LineChart& chart, const PlotLine& line, const Axis
                            at_x, y.At(point.range->low), at_x, y.At(point.range->high));
     }
     const std::string title = fmt::format("{}, {}: {}", line.label, chart.x_text(point.x), chart.y_text(point.y));
-    marks += fmt::format("<g><title>{}</title>{}</g>\n", EscapedMarkup(title), Marker(line.style, at_x, at_y));
+    marks += fmt::format("<g><title>{}</title>{}</g>\n", EscapedMarkup(title), Marker(line.style, at_x, at_y, size));
   }
   return marks;
 }
