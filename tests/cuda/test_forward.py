@@ -158,6 +158,62 @@ def test_scores_far_above_the_first_ones_are_weighed_right(architecture, dtype):
     assert (f.lse[queries] - lse).abs().max() < 2e-2
 
 
+@over(architecture=ARCHITECTURES, heads=[(4, 2), (8, 2), (16, 1)])
+def test_bounds_far_above_the_scores_lose_no_block(architecture, heads):
+    """Each head of a group likes another one of neighbouring blocks: together they look better than any block is."""
+    LIBRARY.phsa_cuda_set_architecture(architecture)
+    heads_q, heads_kv = heads
+    group = heads_q // heads_kv
+    length = 12288
+    lens = [(length, length)]
+    q, k, v, _ = fk.make_inputs(lens, heads_q, heads_kv, 128, torch.bfloat16)
+    k *= 0.1
+    k.view(-1, fk.BLOCK, heads_kv, 128)[
+        torch.arange(length // fk.BLOCK), ..., torch.arange(length // fk.BLOCK) % group
+    ] += 8
+    q *= 0.1
+    for h in range(heads_q):
+        q[:, h, h % group] += 6
+    f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=16)
+    f.run()
+    checked, _, gap = fk.check_selection(f, 0, range(length - 40, length, 5))
+    assert checked == 8 * heads_kv and gap < 1e-3
+
+
+@over(architecture=ARCHITECTURES)
+def test_scores_that_keep_growing_are_ranked_right(architecture):
+    """What the kernels keep of early blocks is relative to scores that are left far behind, time and again."""
+    LIBRARY.phsa_cuda_set_architecture(architecture)
+    length = 12288
+    lens = [(length, length)]
+    q, k, v, _ = fk.make_inputs(lens, 4, 2, 128, torch.bfloat16)
+    ramp = torch.linspace(0, 1, length, device="cuda")[:, None]
+    k *= 0.2
+    k[:, :, 0] += 12 * ramp.to(k.dtype)
+    q *= 0.2
+    q[:, ::2, 0] += 100  # 150 powers of two from the first block to the last; the other heads hardly mind
+    f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=16)
+    f.run()
+    checked, _, gap = fk.check_selection(f, 0, range(0, length, 601))
+    assert checked > 30 and gap < 2e-2
+
+
+@over(architecture=ARCHITECTURES)
+def test_a_query_that_is_no_number_harms_no_other(architecture):
+    LIBRARY.phsa_cuda_set_architecture(architecture)
+    lens = [(4096, 4096)]
+    q, k, v, flags = fk.make_inputs(lens, 4, 2, 128, torch.bfloat16)
+    f = fk.Forward(LIBRARY, q, k, v, lens, flags=flags, init=32, local=64, top_k=8)
+    f.run()
+    want = f.selection.clone()
+    q[3000, 1] = float("nan")
+    q[3500, 2] = float("inf")
+    f.run()
+    torch.cuda.synchronize()
+    others = [i for i in range(4096) if i not in (3000, 3500)]
+    assert torch.equal(f.selection[others], want[others])
+
+
 @over(architecture=ARCHITECTURES)
 def test_lists_that_lead_beyond_the_keys_are_cut(architecture):
     LIBRARY.phsa_cuda_set_architecture(architecture)

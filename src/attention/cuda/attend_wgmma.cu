@@ -109,7 +109,8 @@ class Planner {
   __device__ __forceinline__ void Run() {
     const int32_t heads = args_.head_group, tiles = args_.tiles;
     const int32_t items = tiles * args_.p.shape.selection_heads;
-    for (int32_t item = blockIdx.x; item < items; item += gridDim.x) {
+    for (int32_t turn = 0; ItemOfTurn(turn) < items; ++turn) {
+      const int32_t item = ItemOfTurn(turn);
       Tile tile;
       const int32_t head = item / (tiles * heads) * heads + item % heads;
       if (!FindAttendTile(args_, item % (tiles * heads) / heads, head, tile)) continue;
@@ -437,9 +438,10 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, Shared& shared, 
       for (int n = 0; n < kStageBlocks; ++n) Wgmma<T, true>(o, a[n], DescriptorPlus(v0, n * (kBlock * 128)), 1);
       WgmmaCommit();
     };
-    const auto release = [&](uint32_t empty, int index) {
-      __syncwarp();
-      if (lane == 0) BarrierArrive(empty + index * 8);
+    // Keys may have been read by every lane (ScoresOfWarp), values by the tensor cores alone.
+    const auto release_keys = [&](int index) { BarrierArrive(empty_k + index * 8); };
+    const auto release_values = [&](int index) {
+      if (lane == 0) BarrierArrive(empty_v + index * 8);
     };
     const auto mask_own = [&](const Segment& segment, int32_t at, uint32_t flags) {
       Pin(s);
@@ -464,7 +466,7 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, Shared& shared, 
       WgmmaWait<0>();
       Pin(o);
       pending = false;
-      release(empty_v, current);
+      release_values(current);
     };
     for (bool last = false; !last; segments.Done()) {
       const Segment& segment = segments.Next();
@@ -478,8 +480,8 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, Shared& shared, 
         if (++distance >= kStages && pending) finish();
         BarrierWait(full + stage.index * 8, stage.parity);
         if ((flags & kWanted) == 0) {
-          release(empty_k, stage.index);
-          if (lane == 0) BarrierArrive(empty_v + stage.index * 8);
+          release_keys(stage.index);
+          release_values(stage.index);
           continue;
         }
         const uint32_t words[2][2] = {{masks.x >> rows.bit[0], masks.y >> rows.bit[0]},
@@ -494,7 +496,7 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, Shared& shared, 
           const bool usual = SoftmaxAt(s, reads, rows, scale2);
           WgmmaWaitAfter(usual);
           Pin(o);
-          release(empty_v, current);
+          release_values(current);
           // Rare, and for this warp alone: the other three of the half go on.
           if (!usual) {
             ScoresOfWarp<T, kHeadDim>(here, q, s, lane);
@@ -507,7 +509,7 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, Shared& shared, 
           mask_own(segment, i, flags);
           softmax(reads);
         }
-        release(empty_k, stage.index);
+        release_keys(stage.index);
 #pragma unroll
         for (int n = 0; n < kStageBlocks; ++n) PackWeights<T>(s, 2 * n, a[n]);
         pending = true;
@@ -537,9 +539,8 @@ __global__ __launch_bounds__(kThreads, 1) void AttendWgmmaKernel(const __grid_co
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       BarrierInit(SharedAddress(&shared.full[i]), kCopiers);
-      for (int tensor = 0; tensor < 2; ++tensor) {
-        BarrierInit(SharedAddress(&shared.empty[tensor][i]), kConsumerWarps);
-      }
+      BarrierInit(SharedAddress(&shared.empty[0][i]), kConsumers);
+      BarrierInit(SharedAddress(&shared.empty[1][i]), kConsumerWarps);
     }
     for (int i = 0; i < kSegments; ++i) {
       BarrierInit(SharedAddress(&shared.planned[i]), kPlanners);

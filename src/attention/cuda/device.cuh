@@ -132,6 +132,12 @@ __device__ __forceinline__ void BarrierInit(uint32_t barrier, int count) {
 __device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
   asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(barrier) : "memory");
 }
+// Makes initialised barriers visible to the copy engine; __syncthreads does the rest.
+__device__ __forceinline__ void FenceBarrierInit() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
 // Arrives once the calling thread's asynchronous copies so far have landed.
 __device__ __forceinline__ void BarrierArriveAfterCopies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
@@ -203,6 +209,13 @@ __device__ inline int32_t FindTile(const Batch& batch, int32_t index, int32_t ti
     index -= tiles;
   }
   return -1;
+}
+
+// Items of falling length go to the CTAs in turn, there and back: none gets the longer of every turn. The numbers of a
+// CTA's items grow with the turn.
+__device__ __forceinline__ int32_t ItemOfTurn(int32_t turn) {
+  const uint32_t place = turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+  return static_cast<int32_t>(static_cast<uint32_t>(turn) * gridDim.x + place);
 }
 
 // Offset, in elements, of the first token of a block; a block never crosses a page.

@@ -1,17 +1,18 @@
 // Scores, group softmax and top-K: exact, and never queries × blocks in memory.
 //
 // A group's score needs every head's normaliser, so the scores are needed twice. Two kernels:
-//  1. Statistics: all scores by tensor cores; keeps per row (query and head) the log-sum-exp and, per set of 16
-//     representatives, the largest score of a candidate (1/16 of the scores, as fp16 rounded up).
-//  2. Choose: from those maxima, per query, a lower bound of the K-th best group score: the group's score at a set's
-//     best block is at least one head's share of it, so the K-th largest of max_h p_h over the sets is such a bound.
-//     Only sets whose upper bound Σ_h p_h reaches it are scored again, by the warp that owns their 16 rows, with the
-//     next set's representatives under way. Four CTAs a multiprocessor: with five or six, the registers that hold those
-//     spill, and the warps share less of the L1 cache.
+//  1. Statistics: all scores by tensor cores; keeps per row (query and head) the log-sum-exp and, per subset of four
+//     neighbouring representatives, the largest weight of one, rounded up to eight bits.
+//  2. Choose: those give an upper bound of a group's score at each subset. Only subsets whose bound reaches a threshold
+//     are scored again, four at a time, by the warp that owns their 16 rows. The threshold is a guess from the K-th
+//     largest bound; where at least K blocks are found that reach it, it was low enough, and the best K of those are
+//     the best of all. Where not, which is rare, it is lowered.
 //
 // A unit is 16 rows, the M of one tensor-core product: kPadded heads (the group rounded up to a power of two) × 16 /
-// kPadded queries, row = head · queries + query. A set is 16 neighbouring representatives; the windows of 64 lie in
-// shared memory in such an order that one lane of the product holds a set's scores: its maximum costs no shuffle.
+// kPadded queries, row = head · queries + query. The windows of 64 representatives lie in shared memory in such an
+// order that one lane of the product holds 16 neighbours of a row: their maxima and sums cost no shuffle.
+#include <cuda.h>
+
 #include <algorithm>
 
 #include "device.cuh"
@@ -21,11 +22,20 @@ namespace phsa::cuda {
 namespace {
 
 constexpr int kWindow = 64;  // representatives per window
+constexpr int kSubset = 4;   // representatives per subset
 constexpr int kUnits = 16;   // units per tile: four warpgroups
 constexpr int kChooseWarps = 4;
-constexpr int kBins = 128;        // of the histogram of lower bounds
+constexpr int kBins = 128;        // of the histogram of bounds
 constexpr int kCandidates = 128;  // per query, before the best K are kept; at least 64 + 16
-constexpr float kSlack = 1e-3f;   // log2 units: the two kernels round their products differently
+constexpr int kList = 256;        // subsets that are scored at a time
+
+// A code is the weight of a representative relative to a reference value of its row: exponent and two bits of a float,
+// rounded up. As the upper bits of a bfloat16 it is that weight · 2^-92. The least is 4, a normal number: 2^-34.
+constexpr float kMostWeight = 0x1p28f;
+constexpr int kCodeBits = 5;  // of a bfloat16 that are dropped
+constexpr int kCodeExponent = 92;
+constexpr uint32_t kLeastCode = 4;
+constexpr float kUp = 1.0f / 64;  // bounds are larger by this: both kernels round, and bounds are sums of bfloat16
 
 struct Group {
   int32_t size;     // heads that choose together
@@ -38,12 +48,13 @@ struct SelectArgs {
   ForwardParams p;
   Group group;
   int32_t tile_begin, tile_end;
-  int32_t windows;    // per unit in `maxima`
-  int32_t taken;      // words of one bit per set and unit, a multiple of 4
-  int32_t list_keys;  // what a query's candidates take: room for them, and neighbours begin in other banks
-  uint32_t* maxima;   // [unit][windows][32 lanes]: two fp16, rows r and r + 8; Choose turns them into bounds of groups
-  float* lse2;        // [unit][16], log2 units; +inf in rows of no head
+  int32_t windows;      // per unit in `codes`
+  int32_t list_keys;    // what a query's candidates take: room for them, and neighbours begin in other banks
+  uint2* codes;         // [unit][windows][32 lanes]: of rows r and r + 8, one byte a subset
+  float2* units;        // [unit][32 lanes]: rows r and r + 8, log2 of the share that a weight of 1 is
+  float* lse2;          // [unit][16], log2 units; +inf in rows of no head, or with nothing before the own block
   uint32_t rep_stride;  // of neighbouring representatives, in elements; 0: on pages
+  bool copy_engine;     // representatives come through the tensor map
   bool all;             // score even where the candidates all fit, because the scores are wanted
 };
 
@@ -65,8 +76,8 @@ __device__ __forceinline__ const T* QueryRow(const SelectArgs& args, const Seque
 
 // What a lane keeps of the two rows it holds: over its own columns only, joined at the end.
 struct RowPair {
-  float max[2], sum[2];  // reference value (log2 units), and the sum of 2^(score - it)
-  int32_t b[2], end[2];  // own block, and where the candidates end
+  float base[2], sum[2];  // reference value (log2 units, whole), and the sum of 2^(score - it)
+  int32_t b[2], end[2];   // own block, and where the candidates end
 };
 
 __device__ __forceinline__ void InitRows(const SelectArgs& args, const SequenceView& view, int32_t q0, int r,
@@ -76,92 +87,142 @@ __device__ __forceinline__ void InitRows(const SelectArgs& args, const SequenceV
     const int32_t q = min(q0 + (r + 8 * e) % args.group.queries, view.q_len - 1);
     rows.b[e] = (view.first_position() + q) / kBlock;
     rows.end[e] = CandidateEnd(args.p.shape, rows.b[e]);
-    rows.max[e] = -INFINITY;
+    rows.base[e] = -1e30f;  // below any score: the first one moves it
     rows.sum[e] = 0.0f;
   }
 }
 
-// The sum of 2^(score - base) over a lane's scores of row e.
-__device__ __forceinline__ float SumAt(const float (&acc)[8][4], int e, float scale2, float base) {
-  float sum[4] = {};
+// The weights 2^(score - base) of a lane's scores of row e: their sum, and the largest of each subset.
+__device__ __forceinline__ float Weigh(const float (&acc)[8][4], int e, float scale2, float base, float (&most)[4]) {
+  float sum[4];
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    sum[j % 2] += Exp2(fmaf(acc[j][2 * e], scale2, -base));
-    sum[2 + j % 2] += Exp2(fmaf(acc[j][2 * e + 1], scale2, -base));
+  for (int k = 0; k < 4; ++k) {
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[i] = Exp2(fmaf(acc[2 * k + i / 2][2 * e + i % 2], scale2, -base));
+      sum[i] = k == 0 ? x[i] : sum[i] + x[i];
+    }
+    most[k] = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+    asm volatile("" : "+f"(most[k]));  // now, while exponentials are under way: else all weights are kept for later
   }
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Takes in the scores of one window; returns the sets' bounds. `kMasked`: some columns are no candidates, or lie in or
-// after the row's own block. The reference value of a sum follows the maximum only when that is 2^40 above it: fp32 has
-// the range, and the exponentials need not wait for the maximum.
-template <bool kMasked>
-__device__ __forceinline__ uint32_t TakeWindow(float (&acc)[8][4], RowPair& rows, float scale2, int32_t first,
-                                               int32_t init, int c) {
-  float bound[2], most[2], sum[2];
+// The codes of four subsets, in the order 0, 2, 1, 3: the cheapest to pack and to unpack.
+__device__ __forceinline__ uint32_t Encode(const float (&most)[4]) {
+  constexpr uint32_t kShift = static_cast<uint16_t>((1 - kCodeExponent * 4) * (1 << kCodeBits)) * 0x10001u;
+  constexpr uint32_t kLeast = (kLeastCode << kCodeBits) * 0x10001u;
+  const uint32_t low = __byte_perm(__float_as_uint(most[0]), __float_as_uint(most[1]), 0x7632);
+  const uint32_t high = __byte_perm(__float_as_uint(most[2]), __float_as_uint(most[3]), 0x7632);
+  const uint32_t x = __viaddmax_s16x2(low, kShift, kLeast), y = __viaddmax_s16x2(high, kShift, kLeast);
+  return (x >> kCodeBits & 0x00FF00FFu) | (y << (8 - kCodeBits) & 0xFF00FF00u);
+}
+__device__ __forceinline__ constexpr uint32_t CodeByte(int subset) {
+  return 0xFFu << (subset == 1 ? 16 : subset == 2 ? 8 : 8 * subset);
+}
+// Two codes as bfloat16: of subsets 0 and 1, or of 2 and 3.
+__device__ __forceinline__ __nv_bfloat162 Decode(uint32_t codes, int half) {
+  const uint32_t bits = (half == 0 ? codes << kCodeBits : codes >> (8 - kCodeBits)) & (0x00FF00FFu << kCodeBits);
+  return reinterpret_cast<const __nv_bfloat162&>(bits);
+}
+
+// Scores in or after a row's own block count for nothing. `first`: the lane's first column.
+__device__ __forceinline__ void MaskOwn(float (&acc)[8][4], const RowPair& rows, int32_t first) {
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    float set_max;
-    if constexpr (kMasked) {
-      set_max = -1e30f;  // far below any score, and finite
-      most[e] = -INFINITY;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int32_t t = first + 16 * c + 2 * j + i;
-          float& s = acc[j][2 * e + i];
-          if (t >= rows.b[e]) s = -INFINITY;
-          most[e] = fmaxf(most[e], s);
-          if (t >= init && t < rows.end[e]) set_max = fmaxf(set_max, s);
-        }
-      }
-    } else {
-      float pair[8];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) pair[j] = fmaxf(acc[j][2 * e], acc[j][2 * e + 1]);
-#pragma unroll
-      for (int step = 4; step > 0; step /= 2) {
-#pragma unroll
-        for (int j = 0; j < step; ++j) pair[j] = fmaxf(pair[j], pair[j + step]);
-      }
-      set_max = most[e] = pair[0];
+    for (int i = 0; i < 16; ++i) {
+      if (first + i >= rows.b[e]) acc[i / 2][2 * e + i % 2] = -INFINITY;
     }
-    // So much up that rounding to fp16 cannot bring it below the score.
-    bound[e] = fmaf(fabsf(set_max * scale2), 0x1p-10f, set_max * scale2);
-    most[e] *= scale2;
-    sum[e] = SumAt(acc, e, scale2, rows.max[e]);
   }
-  if (__any_sync(~0u, most[0] > rows.max[0] + 40.0f || most[1] > rows.max[1] + 40.0f)) {
+}
+
+// The codes of subsets without a candidate become 0: no bound.
+__device__ __forceinline__ uint2 MaskCodes(uint2 codes, const RowPair& rows, int32_t first, int32_t init) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const int32_t t = first + kSubset * k;
+    if (t + kSubset <= init || t >= rows.end[0]) codes.x &= ~CodeByte(k);
+    if (t + kSubset <= init || t >= rows.end[1]) codes.y &= ~CodeByte(k);
+  }
+  return codes;
+}
+
+// Takes in the scores of window w; returns its codes. The reference value of a row follows its scores only when the
+// weights of a window pass kMostWeight: fp32 has the range, and the exponentials need not wait for a maximum. The codes
+// of the windows before `codes` are moved with it.
+__device__ __forceinline__ uint2 TakeWindow(const float (&acc)[8][4], RowPair& rows, float scale2, uint2* codes,
+                                            int w) {
+  float most[2][4], sum[2];
+#pragma unroll 1
+  for (int attempt = 0;; ++attempt) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) sum[e] = Weigh(acc, e, scale2, rows.base[e], most[e]);
+    // Once is enough, unless a score is no number.
+    if (__all_sync(~0u, sum[0] < kMostWeight && sum[1] < kMostWeight) || attempt == 1) break;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      if (most[e] > rows.max[e] + 40.0f) {
-        rows.sum[e] *= Exp2(rows.max[e] - most[e]);
-        rows.max[e] = most[e];
+      float top = acc[0][2 * e];
+#pragma unroll
+      for (int i = 1; i < 16; ++i) top = fmaxf(top, acc[i / 2][2 * e + i % 2]);
+      if (sum[e] < kMostWeight) continue;
+      const float base = ceilf(top * scale2);
+      const uint32_t steps = static_cast<uint32_t>(fminf(4.0f * (base - rows.base[e]), 255.0f));
+#pragma unroll 1
+      for (int i = 1; i <= w; ++i) {
+        uint32_t& word = e == 0 ? codes[-32 * i].x : codes[-32 * i].y;
+        word = __vmaxu4(__vsubus4(word, steps * 0x01010101u), __vminu4(word, kLeastCode * 0x01010101u));
       }
-      sum[e] = SumAt(acc, e, scale2, rows.max[e]);
+      rows.sum[e] *= Exp2(rows.base[e] - base);
+      rows.base[e] = base;
     }
   }
 #pragma unroll
-  for (int e = 0; e < 2; ++e) rows.sum[e] += kMasked && rows.max[e] == -INFINITY ? 0.0f : sum[e];
-  const half2 both = __floats2half2_rn(bound[0], bound[1]);
-  return reinterpret_cast<const uint32_t&>(both);
+  for (int e = 0; e < 2; ++e) rows.sum[e] += sum[e];
+  return make_uint2(Encode(most[0]), Encode(most[1]));
+}
+
+// What a warp knows about its rows' windows.
+struct WindowEnds {
+  int32_t none;     // windows from here on hold nothing before the own blocks
+  int32_t own;      // windows that end after this hold an own block, or what follows it
+  int32_t partial;  // windows that end after this hold no candidates, or not only
+  __device__ explicit WindowEnds(const RowPair& rows)
+      : none(__reduce_max_sync(~0u, max(rows.b[0], rows.b[1]))),
+        own(__reduce_min_sync(~0u, min(rows.b[0], rows.b[1]))),
+        partial(__reduce_min_sync(~0u, min(rows.end[0], rows.end[1]))) {}
+};
+
+// One window of a warp, from scores to codes, which go to `codes`. `c`: the lane's place among the four of a row.
+__device__ __forceinline__ void TakeScores(float (&acc)[8][4], RowPair& rows, const WindowEnds& ends, float scale2,
+                                           uint2* codes, int w, int32_t init, int c) {
+  const int32_t first = w * kWindow, end = first + kWindow;
+  if (first >= ends.none) return;
+  if (__builtin_expect(end > ends.own, 0)) MaskOwn(acc, rows, first + 16 * c);
+  uint2 taken = TakeWindow(acc, rows, scale2, codes, w);
+  if (__builtin_expect(first < init || end > ends.partial, 0)) taken = MaskCodes(taken, rows, first + 16 * c, init);
+  *codes = taken;
 }
 
 // Joins the four lanes of each row and writes the unit's log-sum-exp.
-__device__ __forceinline__ void FinishRows(const SelectArgs& args, const RowPair& rows, int64_t unit, int r, int c) {
+__device__ __forceinline__ void FinishRows(const SelectArgs& args, const RowPair& rows, int64_t unit, int lane) {
+  float share[2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    float most = rows.max[e];
+    float most = rows.base[e];
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-    float sum = most == -INFINITY ? 0.0f : rows.sum[e] * Exp2(rows.max[e] - most);
+    float sum = rows.sum[e] * Exp2(rows.base[e] - most);
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    const int row = r + 8 * e;
+    const int row = lane / 4 + 8 * e;
     const bool real = row / args.group.queries < args.group.size;
-    if (c == 0) args.lse2[unit * 16 + row] = real ? most + log2f(sum) : INFINITY;
+    const float lse = real && sum > 0.0f ? most + log2f(sum) : INFINITY;
+    if (lane % 4 == 0) args.lse2[unit * 16 + row] = lse;
+    share[e] = rows.base[e] - lse;
   }
+  args.units[unit * 32 + lane] = make_float2(share[0], share[1]);
 }
 
 // A tile as both Statistics kernels see it.
@@ -212,10 +273,11 @@ __device__ __forceinline__ void CopyReps(const SelectArgs& args, const SequenceV
 
 // The plain path: 8 warps of 32 rows each, mma.sync.
 constexpr int kPlainThreads = kUnits / 2 * 32;
+constexpr int kPlainStages = 3;
 
 template <typename T, int kHeadDim>
 __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __grid_constant__ SelectArgs args) {
-  constexpr int kStages = 3;
+  constexpr int kStages = kPlainStages;
   constexpr uint32_t kStageBytes = kWindow * kHeadDim * 2;
   extern __shared__ __align__(1024) uint8_t shared[];
   const StatisticsTile tile = FindStatisticsTile(args, blockIdx.x, blockIdx.y);
@@ -239,7 +301,6 @@ __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __gri
 
   uint32_t a[2][kHeadDim / 16][4];
   RowPair rows[2];
-  int32_t fast_end = 1 << 30;
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     const int32_t q0 = tile.q0 + (2 * warp + m) * args.group.queries;
@@ -247,10 +308,9 @@ __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __gri
     LoadRowWords(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c, words);
     MakeOperand(words, c, a[m]);
     InitRows(args, tile.view, q0, r, rows[m]);
-    fast_end = min(fast_end, min(rows[m].end[0], rows[m].end[1]));
   }
-  fast_end = __reduce_min_sync(~0u, fast_end);
-  uint32_t* maxima = args.maxima + (tile.unit + 2 * warp) * args.windows * 32 + lane;
+  const WindowEnds ends[2] = {WindowEnds(rows[0]), WindowEnds(rows[1])};
+  uint2* codes = args.codes + (tile.unit + 2 * warp) * args.windows * 32 + lane;
 
   for (int w = 0; w < tile.windows; ++w) {
     WaitCopies<kStages - 2>();
@@ -278,32 +338,34 @@ __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __gri
         }
       }
     }
-    const int32_t first = w * kWindow;
-    const bool fast = first >= init && first + kWindow <= fast_end;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      const uint32_t bound = fast ? TakeWindow<false>(acc[m], rows[m], scale2, first, init, c)
-                                  : TakeWindow<true>(acc[m], rows[m], scale2, first, init, c);
-      maxima[(static_cast<int64_t>(m) * args.windows + w) * 32] = bound;
+      TakeScores(acc[m], rows[m], ends[m], scale2, codes + (static_cast<int64_t>(m) * args.windows + w) * 32, w, init,
+                 c);
     }
   }
 #pragma unroll
-  for (int m = 0; m < 2; ++m) FinishRows(args, rows[m], tile.unit + 2 * warp + m, r, c);
+  for (int m = 0; m < 2; ++m) FinishRows(args, rows[m], tile.unit + 2 * warp + m, lane);
 }
 
 // Hopper: four warpgroups of 64 rows each consume, wgmma; a fifth copies. Exponentials (16 a clock) and products (16
 // scores a clock at head_dim 128) take the same time: while one warpgroup has the tensor cores, the others' scores go
-// through the softmax. The copies have their own warps: the fence before a product compiles to a memory barrier, which
-// seems to wait for its thread's copies under way.
+// through the softmax.
 constexpr int kWgConsumers = kUnits * 32;
 constexpr int kWgThreads = kWgConsumers + 128;
 constexpr int kWgStageWindows = 2;
 constexpr int kWgStages = 4;
 
-// Copies stages of representatives, in the order of WindowColumn; `before` stages went through the ring already.
+[[maybe_unused]] __device__ __forceinline__ bool ByCopyEngine(const SelectArgs& args, int stage, int32_t reps_end) {
+  return args.copy_engine && (stage + 1) * kWindow * kWgStageWindows <= reps_end;
+}
+
+// Copies stages of representatives, in the order of WindowColumn; `before` stages went through the ring already. The
+// copy engine takes the stages that lie within the sequence: its map knows the order, but not where a sequence ends.
 template <typename T, int kHeadDim>
-__device__ __forceinline__ void ProduceReps(const SelectArgs& args, const SequenceView& view, int32_t kv_head,
-                                            int stages, uint32_t before, uint32_t ring, uint32_t full, uint32_t empty) {
+__device__ __forceinline__ void ProduceReps(const SelectArgs& args, const CUtensorMap& map, const SequenceView& view,
+                                            int32_t kv_head, int stages, uint32_t before, uint32_t ring, uint32_t full,
+                                            uint32_t empty) {
   constexpr int kRows = kWindow * kWgStageWindows;
   constexpr int kPieces = kHeadDim / 8;
   constexpr int kAtOnce = 128 / kPieces;  // rows: 8 or 16
@@ -312,36 +374,52 @@ __device__ __forceinline__ void ProduceReps(const SelectArgs& args, const Sequen
   const int32_t end = view.kv_len / kBlock;
   const bool paged = args.p.batch.page_size != 0;
   const int64_t stride = args.p.reps.token_stride;
+  const int64_t start = paged ? 0 : args.p.batch.rep_starts[view.seq];
   const T* reps = static_cast<const T*>(args.p.reps.data) + kv_head * args.p.reps.head_stride + piece * 8;
-  const T* from = reps + (paged ? 0 : (args.p.batch.rep_starts[view.seq] + row0) * stride);
   // Row i · kAtOnce + row0 lies at column WindowColumn(row0) + a constant whose bits below 8 are others than row0's.
   const int column = row0 / 2 * 8 + row0 % 2;
   const uint32_t base = ring + (piece >> 3) * (kRows * 128) + column * 128;
   const uint32_t swizzle = ((piece & 7) ^ (row0 % 2)) << 4;
   for (int s = 0; s < stages; ++s) {
     const uint32_t slot = (before + s) % kWgStages, round = (before + s) / kWgStages;
-    const uint32_t to = base + slot * (kRows * kHeadDim * 2);
+    const uint32_t place = slot * (kRows * kHeadDim * 2), arrived = full + slot * 8;
     BarrierWait(empty + slot * 8, (round + 1) & 1);
+    if (ByCopyEngine(args, s, end)) {
+      if (thread == 0) {
+        BarrierArriveExpecting(arrived, kRows * kHeadDim * 2);
 #pragma unroll
+        for (int i = 0; i < kWgStageWindows * kHeadDim / 64; ++i) {
+          const int window = i % kWgStageWindows, panel = i / kWgStageWindows;
+          CopyTensor5(ring + place + (panel * kRows + window * kWindow) * 128, &map, arrived,
+                      kv_head * static_cast<int32_t>(args.p.reps.head_stride) + panel * 64, 0,
+                      (s * kWgStageWindows + window) * (kWindow / 16), 0, static_cast<int32_t>(start));
+        }
+      } else {
+        BarrierArrive(arrived);
+      }
+      continue;
+    }
+#pragma unroll 1
     for (int i = 0; i < kRows / kAtOnce; ++i) {
       const int first = i * kAtOnce;
-      const uint32_t at = to + (first / kWindow * kWindow + first % 16 / 2 * 8 + first % kWindow / 16 * 2) * 128 +
+      const uint32_t at = base + place +
+                          (first / kWindow * kWindow + first % 16 / 2 * 8 + first % kWindow / 16 * 2) * 128 +
                           (swizzle ^ ((first % kWindow / 16 * 2) << 4));
       const int32_t t = s * kRows + first + row0;
       const bool there = t < end;
-      const T* row = there ? from : reps;
-      if (paged && there) row = reps + RepOffset(args.p.batch, args.p.reps, view.seq, t);
-      CopyAsync16(at, row, there);
-      from += kAtOnce * stride;
+      const int32_t row = there ? t : 0;
+      CopyAsync16(at, reps + (paged ? RepOffset(args.p.batch, args.p.reps, view.seq, row) : (start + row) * stride),
+                  there);
     }
-    BarrierArriveAfterCopies(full + slot * 8);
+    BarrierArriveAfterCopies(arrived);
   }
 }
 
 // One CTA per multiprocessor takes tile after tile: the copies of the next one's representatives are under way when it
 // begins.
 template <typename T, int kHeadDim>
-__global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __grid_constant__ SelectArgs args) {
+__global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __grid_constant__ SelectArgs args,
+                                                                       const __grid_constant__ CUtensorMap map) {
 #ifdef PHSA_SM90A
   constexpr int kRows = kWindow * kWgStageWindows;
   constexpr uint32_t kStageBytes = kRows * kHeadDim * 2;
@@ -354,6 +432,7 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
       BarrierInit(full + i * 8, 128);
       BarrierInit(empty + i * 8, kWgConsumers / 32);
     }
+    FenceBarrierInit();
   }
   __syncthreads();
   // Calls work(tile, head, stages, stages before it) for this CTA's tiles. Neighbouring items have like lengths.
@@ -361,7 +440,8 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
     const int32_t heads = args.p.shape.selection_heads;
     const int32_t items = (args.tile_end - args.tile_begin) * heads;
     uint32_t before = 0;
-    for (int32_t item = blockIdx.x; item < items; item += gridDim.x) {
+    for (int32_t turn = 0; ItemOfTurn(turn) < items; ++turn) {
+      const int32_t item = ItemOfTurn(turn);
       const StatisticsTile tile = FindStatisticsTile(args, item / heads, item % heads);
       if (!tile.work) continue;
       const int stages = (tile.windows + kWgStageWindows - 1) / kWgStageWindows;
@@ -372,7 +452,7 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
   if (threadIdx.x >= kWgConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     each_tile([&](const StatisticsTile& tile, int32_t head, int stages, uint32_t before) {
-      ProduceReps<T, kHeadDim>(args, tile.view, head / args.group.kv_div, stages, before, base, full, empty);
+      ProduceReps<T, kHeadDim>(args, map, tile.view, head / args.group.kv_div, stages, before, base, full, empty);
     });
     WaitCopies<0>();
     return;
@@ -391,12 +471,13 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
     LoadRowWords(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c, words);
     MakeOperand(words, c, a);
     InitRows(args, tile.view, q0, r, rows);
-    const int32_t fast_end = __reduce_min_sync(~0u, min(rows.end[0], rows.end[1]));
-    uint32_t* maxima = args.maxima + (tile.unit + warp) * args.windows * 32 + lane;
+    const WindowEnds ends(rows);
+    const int32_t reps_end = tile.view.kv_len / kBlock;
+    uint2* codes = args.codes + (tile.unit + warp) * args.windows * 32 + lane;
     for (int s = 0; s < stages; ++s) {
       const uint32_t slot = (before + s) % kWgStages, round = (before + s) / kWgStages;
       BarrierWait(full + slot * 8, round & 1);
-      FenceAsyncProxy();
+      if (!ByCopyEngine(args, s, reps_end)) FenceAsyncProxy();
       // The shuffle tells the compiler that the warp agrees on it: descriptors then live in uniform registers.
       const uint64_t stage = Descriptor(__shfl_sync(~0u, base + slot * kStageBytes, 0), 16, 1024);
 #pragma unroll
@@ -412,14 +493,11 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
         WgmmaWait<0>();
         Pin(acc);
         if (i + 1 == kWgStageWindows && lane == 0) BarrierArrive(empty + slot * 8);
-        const int32_t first = (s * kWgStageWindows + i) * kWindow;
-        const bool fast = first >= init && first + kWindow <= fast_end;
-        *maxima = fast ? TakeWindow<false>(acc, rows, scale2, first, init, c)
-                       : TakeWindow<true>(acc, rows, scale2, first, init, c);
-        maxima += 32;
+        TakeScores(acc, rows, ends, scale2, codes, s * kWgStageWindows + i, init, c);
+        codes += 32;
       }
     }
-    FinishRows(args, rows, tile.unit + warp, r, c);
+    FinishRows(args, rows, tile.unit + warp, lane);
   });
 #else
   __trap();  // compiled for another target: a wrong result must not look like one
@@ -617,33 +695,123 @@ __device__ __forceinline__ float KeepBestOfAll(uint64_t* candidates, int list_ke
   return __uint_as_float(low);
 }
 
-// A warp's shared memory: candidates (before them, the histogram), their counts, and which sets are scored.
+// As KeepBestOfAll, but leaves a few more than `keep`, and is quicker: thresholds are bfloat16, and counted two a step.
+template <int kLanes>
+__device__ __forceinline__ float PruneAll(uint64_t* candidates, int list_keys, int* counts, int keep, float floor,
+                                          int lane) {
+  constexpr int kPairs = kAtOnce / kLanes / 2;
+  const int query = lane / kLanes, first = lane % kLanes;
+  uint64_t* list = candidates + query * list_keys;
+  const int count = counts[query];
+  __nv_bfloat162 pair[kPairs];
+  uint32_t high = 0;
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) {
+    uint32_t bits[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = (2 * j + i) * kLanes + first;
+      bits[i] = at < count ? static_cast<uint32_t>(list[at] >> 32) : 0;
+      high = max(high, bits[i]);
+    }
+    const uint32_t both = __byte_perm(bits[0], bits[1], 0x7632);
+    pair[j] = reinterpret_cast<const __nv_bfloat162&>(both);
+  }
+  // At least `keep` reach `low`, fewer reach `high`; the upper halves of floats, which are not negative.
+  high = (ReduceLanes<kLanes>(high, [](uint32_t x, uint32_t y) { return max(x, y); }) >> 16) + 1;
+  uint32_t low = __float_as_uint(floor) >> 16;
+  const bool drops = count > keep;
+#pragma unroll 1
+  for (int step = 0; step < 7; ++step) {
+    const uint32_t tried = low + (high - low) / 2, both = tried * 0x10001u;
+    __nv_bfloat162 reach = __float2bfloat162_rn(0.0f);
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      reach = __hadd2(reach, __hge2(pair[j], reinterpret_cast<const __nv_bfloat162&>(both)));
+    }
+    const float2 two = __bfloat1622float2(reach);
+    const float total = ReduceLanes<kLanes>(two.x + two.y, [](float x, float y) { return x + y; });
+    if (drops && tried > low) (total >= static_cast<float>(keep) ? low : high) = tried;
+  }
+  if (!__any_sync(~0u, drops)) return floor;
+  const float worst = fmaxf(floor, __uint_as_float(low << 16));
+  // Rows move up, never past one that is still to be read.
+  const uint32_t own_lanes = (kLanes == 32 ? ~0u : (1u << (kLanes % 32)) - 1u) << (query * kLanes % 32);
+  const int rows = (__reduce_max_sync(~0u, count) + kLanes - 1) / kLanes;
+  int kept = 0;
+  for (int j = 0; j < rows; ++j) {
+    const int at = j * kLanes + first;
+    const uint64_t key = at < count ? list[at] : 0;
+    const bool stays = at < count && KeyScore(key) >= worst;
+    const uint32_t lanes = __ballot_sync(~0u, stays) & own_lanes;
+    __syncwarp();
+    if (drops && stays) list[kept + __popc(lanes & ((1u << lane) - 1u))] = key;
+    kept += __popc(lanes);
+    __syncwarp();
+  }
+  if (drops && first == 0) counts[query] = kept;
+  __syncwarp();
+  return drops ? worst : floor;
+}
+
+// A warp's shared memory: candidates (before them, the histogram), their counts, the subsets to score, and which were.
 struct ChooseShared {
-  int counts, taken, bytes;  // where the latter begin, and the end
-  __host__ __device__ constexpr ChooseShared(int queries, int list_keys, int taken_words)
+  int counts, list, taken, bytes;  // where they begin, and the end
+  __host__ __device__ constexpr ChooseShared(int queries, int list_keys, int windows)
       : counts(queries * list_keys * 8 > 32 * (kBins / (32 / queries) + 4) * 4 ? queries * list_keys * 8
                                                                                : 32 * (kBins / (32 / queries) + 4) * 4),
-        taken(counts + 64),
-        bytes(taken + taken_words * 4) {}
+        list(counts + 64),
+        taken(list + (kList + 4) * 4),
+        bytes(taken + (windows + 7) / 8 * 16) {}
 };
 
-// Two bounds as bf16, rounded up, and what they are compared with, rounded down.
-__device__ __forceinline__ uint32_t PackBounds(float x, float y) {
-  return Convert<bf16>::Pack(x * (1.0f + 0x1p-8f), y * (1.0f + 0x1p-8f));
-}
-__device__ __forceinline__ uint32_t PackThresholds(float x, float y) {
-  return Convert<bf16>::Pack(x * (1.0f - 0x1p-8f), y * (1.0f - 0x1p-8f));
-}
-__device__ __forceinline__ uint32_t Reached(uint32_t bounds, uint32_t thresholds) {
-  return __hge2_mask(reinterpret_cast<const __nv_bfloat162&>(bounds),
-                     reinterpret_cast<const __nv_bfloat162&>(thresholds));
+__device__ __forceinline__ uint32_t Bits(__nv_bfloat162 x) { return reinterpret_cast<const uint32_t&>(x); }
+
+// What bounds are compared with, rounded down.
+__device__ __forceinline__ __nv_bfloat162 PackThreshold(float x) {
+  const uint32_t both = Convert<bf16>::Pack(x * (1.0f - 0x1p-8f), x * (1.0f - 0x1p-8f));
+  return reinterpret_cast<const __nv_bfloat162&>(both);
 }
 
-// Bins of lower bounds 2^x: quarters of a power of two down to 2^-16, whole ones down to 2^-80.
-__device__ __forceinline__ uint32_t BinOf(float x) { return __float2uint_rz(fminf(-4.0f * x, 48.0f - x)); }
+// Upper bounds of a lane's query's scores at its four subsets of a window, two a register.
+template <int kPadded>
+struct Bounds {
+  static constexpr int kFollowed = kPadded == 1 ? 2 : 1;
+  __nv_bfloat162 pair[kFollowed][2];
+
+  __device__ __forceinline__ Bounds(uint2 codes, const __nv_bfloat162 (&unit)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const __nv_bfloat162 x = __hmul2(Decode(codes.x, half), unit[0]);
+      if constexpr (kPadded == 1) {
+        pair[0][half] = x;
+        pair[kFollowed - 1][half] = __hmul2(Decode(codes.y, half), unit[1]);
+      } else {
+        __nv_bfloat162 sum = __hfma2(Decode(codes.y, half), unit[1], x);
+        if constexpr (kPadded >= 4) sum = __hadd2(sum, __shfl_xor_sync(~0u, sum, 16));
+        if constexpr (kPadded >= 8) sum = __hadd2(sum, __shfl_xor_sync(~0u, sum, 8));
+        if constexpr (kPadded >= 16) sum = __hadd2(sum, __shfl_xor_sync(~0u, sum, 4));
+        pair[0][half] = sum;
+      }
+    }
+  }
+  // Bits 0 and 2 of the low half and 1 and 3 of the high half: subsets whose bound reaches a threshold.
+  __device__ __forceinline__ uint32_t Reach(const __nv_bfloat162 (&thresholds)[kFollowed]) const {
+    uint32_t reached = 0;
+#pragma unroll
+    for (int f = 0; f < kFollowed; ++f) {
+      reached |= (__hge2_mask(pair[f][0], thresholds[f]) & 0x00020001u) |
+                 (__hge2_mask(pair[f][1], thresholds[f]) & 0x00080004u);
+    }
+    return reached;
+  }
+};
+
+// Bins of bounds: halves of a power of two, from 2^6 down to 2^-58. Bounds below give no threshold: all is scored.
+constexpr int kBinBits = 22;  // of a float that are dropped
+constexpr int kTopBin = (127 + 6) * 2 - 1;
 __device__ __forceinline__ float BinEnd(int bin) {
-  const float end = static_cast<float>(bin + 1);
-  return fminf(-0.25f * end, 48.0f - end);
+  return __uint_as_float(static_cast<uint32_t>(kTopBin - bin) << kBinBits);
 }
 
 // One warp a unit. A lane (r, c) follows the query of its row r; with groups of one, that of row r + 8 as well.
@@ -656,10 +824,11 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int r = lane / 4, c = lane % 4;
   const int list_keys = args.list_keys;
-  const ChooseShared layout(kQueries, list_keys, args.taken);
+  const ChooseShared layout(kQueries, list_keys, args.windows);
   uint8_t* own_shared = shared + warp * layout.bytes;
   uint64_t* candidates = reinterpret_cast<uint64_t*>(own_shared);
   int* counts = reinterpret_cast<int*>(own_shared + layout.counts);
+  int32_t* list = reinterpret_cast<int32_t*>(own_shared + layout.list);
   uint32_t* taken = reinterpret_cast<uint32_t*>(own_shared + layout.taken);
 
   const Shape& shape = args.p.shape;
@@ -704,70 +873,81 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
   }
   if (!any) return;
 
-  const float lse0 = args.lse2[unit * 16 + r], lse1 = args.lse2[unit * 16 + r + 8];
   const int32_t last = min(q0 + kQueries, view.q_len) - 1;
   const int32_t end_all = CandidateEnd(shape, (view.first_position() + last) / kBlock);
-  const int w_begin = init / kWindow, w_end = (end_all + kWindow - 1) / kWindow;
-  uint32_t* maxima = args.maxima + (unit * args.windows + w_begin) * 32 + lane;
+  const int w_begin = init / kWindow, windows = (end_all + kWindow - 1) / kWindow - w_begin;
+  const uint2* codes = args.codes + (unit * args.windows + w_begin) * 32 + lane;
+  __nv_bfloat162 share[2];
+  {
+    const float2 log_share = args.units[unit * 32 + lane];
+    share[0] = __float2bfloat162_rn(Exp2(log_share.x + kCodeExponent) * (1.0f + kUp));
+    share[1] = __float2bfloat162_rn(Exp2(log_share.y + kCodeExponent) * (1.0f + kUp));
+  }
+  // Calls take(first of two windows, bounds of the one and of the other); windows beyond the last have codes of 0.
+  constexpr int kBatch = 4;  // windows whose codes are under way
+  const auto load_codes = [&](int w0, uint2(&batch)[kBatch]) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) batch[i] = w0 + i < windows ? codes[(w0 + i) * 32] : uint2{};
+  };
+  // Goes on from window w0, while take() returns true.
+  const auto each_pair = [&](int& w0, auto&& take) {
+    uint2 next[kBatch];
+    load_codes(w0, next);
+    for (bool more = true; more && w0 < windows; w0 += kBatch) {
+      uint2 batch[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) batch[i] = next[i];
+      load_codes(w0 + kBatch, next);
+#pragma unroll
+      for (int i = 0; i < kBatch; i += 2) {
+        if (i == 0 || w0 + i < windows) {
+          more = take(w0 + i, Bounds<kPadded>(batch[i], share), Bounds<kPadded>(batch[i + 1], share));
+        }
+      }
+    }
+  };
 
-  // Pass 1 over the maxima: the K-th largest lower bound, by bins. A lane's maxima give way to upper bounds of its
-  // query's scores: of two windows a word, or of one window and two queries.
-  constexpr int kBatch = 8;  // windows: one bit a set
-  constexpr int kWords = kFollowed == 1 ? kBatch / 2 : kBatch;
+  // Pass 1: a histogram of the bounds; of single subsets, or where there are many of the best of 16 neighbours.
   constexpr int kChunk = kBins / kLanes;  // bins that a lane will count; padded, so that the lanes' are in other banks
   uint32_t* histogram = reinterpret_cast<uint32_t*>(own_shared);
   for (int i = lane; i < 32 * (kChunk + 4) / 4; i += 32) reinterpret_cast<uint4*>(histogram)[i] = uint4{};
   __syncwarp();
-  const auto count_bound = [&](int query, float bound, bool owner) {
-    // Below the last bin nothing is counted: the threshold is 0 then.
-    const uint32_t bin = BinOf(bound);
-    if (owner && bin < kBins) atomicAdd(&histogram[query * (kLanes * (kChunk + 4)) + bin + bin / kChunk * 4], 1u);
+  constexpr uint32_t kQueryWords = kLanes * (kChunk + 4);
+  const auto count = [&](int f, uint32_t bits) {
+    // What lies below the last bin, and what is no number, goes into the padding.
+    const uint32_t bin = kTopBin - (bits >> (kBinBits - 16));
+    uint32_t at = min(bin + bin / kChunk * 4, kQueryWords - 1);
+    if (kPadded >= 4 && r >= kQueries) at = kQueryWords - 1;
+    atomicAdd(&histogram[(r + 8 * f) % kQueries * kQueryWords + at], 1u);
   };
+  const bool fine = windows <= 16;
   {
-    const auto load = [&](int w0, uint32_t(&packed)[kBatch]) {
+    int w0 = 0;
+    each_pair(w0, [&](int, const Bounds<kPadded>& x, const Bounds<kPadded>& y) {
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) packed[i] = w0 + i < w_end - w_begin ? maxima[(w0 + i) * 32] : 0xFC00FC00u;
-    };
-    const float least_lse0 = lse0 - kSlack, least_lse1 = lse1 - kSlack;
-    uint32_t next[kBatch];
-    load(0, next);
-    for (int w0 = 0; w0 < w_end - w_begin; w0 += kBatch) {
-      uint32_t packed[kBatch];
+      for (int f = 0; f < kFollowed; ++f) {
+        if (fine) {
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) packed[i] = next[i];
-      load(w0 + kBatch, next);
-      float upper[kBatch][kFollowed];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const float2 most = __half22float2(reinterpret_cast<const half2&>(packed[i]));
-        const float p0 = Exp2(most.x - least_lse0), p1 = Exp2(most.y - least_lse1);
-        const float x0 = most.x - fabsf(most.x) * 0x1p-9f - kSlack - lse0;
-        const float x1 = most.y - fabsf(most.y) * 0x1p-9f - kSlack - lse1;
-        if constexpr (kPadded == 1) {
-          count_bound(r, x0, active[0]);
-          count_bound(r + 8, x1, active[1]);
-          upper[i][0] = p0;
-          upper[i][1] = p1;
+          for (int half = 0; half < 2; ++half) {
+            count(f, Bits(x.pair[f][half]) & 0xFFFFu);
+            count(f, Bits(x.pair[f][half]) >> 16);
+            count(f, Bits(y.pair[f][half]) & 0xFFFFu);
+            count(f, Bits(y.pair[f][half]) >> 16);
+          }
         } else {
-          count_bound(r, GroupMax<kPadded>(fmaxf(x0, x1)), active[0] && r < kQueries);
-          upper[i][0] = shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1);
+          const uint32_t p = Bits(__hmax2(x.pair[f][0], x.pair[f][1]));
+          const uint32_t q = Bits(__hmax2(y.pair[f][0], y.pair[f][1]));
+          count(f, max(p & 0xFFFFu, p >> 16));
+          count(f, max(q & 0xFFFFu, q >> 16));
         }
       }
-#pragma unroll
-      for (int j = 0; j < kWords; ++j) {
-        if constexpr (kFollowed == 1) {
-          if (w0 + 2 * j >= w_end - w_begin) continue;
-          const bool both = w0 + 2 * j + 1 < w_end - w_begin;
-          maxima[(w0 / 2 + j) * 32] = PackBounds(upper[2 * j][0], both ? upper[2 * j + 1][0] : -1.0f);
-        } else {
-          if (w0 + j < w_end - w_begin) maxima[(w0 + j) * 32] = PackBounds(upper[j][0], upper[j][1]);
-        }
-      }
-    }
+      return true;
+    });
   }
   __syncwarp();
-  // Also the bound that half as many sets reach: those are scored first.
-  float threshold[kFollowed], first_threshold[kFollowed];
+  // The K-th largest bound is a guess at the K-th score, a little lower as bounds are higher than scores. A larger
+  // bound, that fewer reach, says which subsets are scored first: they hold most of the best K.
+  float guess[kFollowed], first_threshold[kFollowed];
   {
     const uint4* own = reinterpret_cast<const uint4*>(histogram + lane * (kChunk + 4));
     uint32_t sum = 0;
@@ -787,26 +967,26 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       const uint4 four = own[i / 4];
       total += i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
       bin += total < static_cast<uint32_t>(top_k);
-      first_bin += total < static_cast<uint32_t>((top_k + 1) / 2);
+      first_bin += total < static_cast<uint32_t>((5 * top_k + 7) / 8);
     }
     const auto add = [](int x, int y) { return x + y; };
     bin = ReduceLanes<kLanes>(bin, add);
     first_bin = ReduceLanes<kLanes>(first_bin, add);
-    const float found = bin < kBins ? Exp2(BinEnd(bin)) : 0.0f;
-    const float first_found = first_bin < kBins ? Exp2(BinEnd(first_bin)) : 0.0f;
+    // Too high a guess costs another try, too low a one too many candidates; with a small K there is room for those.
+    constexpr float kLow = kPadded <= 2 ? 0.75f : kPadded <= 8 ? 0.65f : 0.55f;
+    const float low = kLow * (top_k <= 8 ? 0.65f : 1.0f) * (shape.group_max ? 0.5f : 1.0f);
+    const float found = bin < kBins ? low * BinEnd(bin) : 0.0f;
+    const float first_found = first_bin < kBins ? fmaxf(BinEnd(first_bin), found) : 0.0f;
     // Lanes that follow no query have thresholds that nothing reaches.
 #pragma unroll
     for (int f = 0; f < kFollowed; ++f) {
       const int from = (r + 8 * f) % kQueries * kLanes;
       const bool follows = active[f] && r + 8 * f < kQueries;
       const float x = __shfl_sync(~0u, found, from), y = __shfl_sync(~0u, first_found, from);
-      threshold[f] = follows ? x : INFINITY;
+      guess[f] = follows ? x : INFINITY;
       first_threshold[f] = follows ? y : INFINITY;
     }
   }
-  __syncwarp();
-  if (lane < kQueries) counts[lane] = 0;
-  __syncwarp();
 
   // A in an order of k that lets every lane load 16 bytes at once; B is loaded in the same order.
   constexpr int kLoads = kHeadDim / 32;
@@ -820,21 +1000,16 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       a1[i] = row1 ? *reinterpret_cast<const uint4*>(row1 + (i * 4 + c) * 8) : uint4{};
     }
   }
+  const float lse0 = args.lse2[unit * 16 + r], lse1 = args.lse2[unit * 16 + r + 8];
   const float scale2 = shape.scale * kLog2e;
   const T* reps = static_cast<const T*>(args.p.reps.data) + head / args.group.kv_div * args.p.reps.head_stride + c * 8;
   // Rows at a fixed stride, as they mostly are, cost one multiplication.
   const uint32_t stride = args.rep_stride;
   if (stride != 0) reps += args.p.batch.rep_starts[view.seq] * args.p.reps.token_stride;
 
-  // Pass 2: score the sets that may hold one of a query's best K. Two sweeps: the first takes the sets of the best
-  // bounds, which hold most of the best K, so that the second finds a threshold near the K-th score and leaves most of
-  // the others out.
-  int32_t end_first = end_all;
+  float threshold[kFollowed];
 #pragma unroll
-  for (int f = 0; f < kFollowed; ++f) {
-    if (active[f]) end_first = min(end_first, end[f]);
-  }
-  end_first = __reduce_min_sync(~0u, end_first);
+  for (int f = 0; f < kFollowed; ++f) threshold[f] = guess[f];
   const int room = list_keys - 2 - 16;
   const auto raise = [&](int f, float worst) {
     if (threshold[f] < INFINITY) threshold[f] = fmaxf(threshold[f], worst);
@@ -851,8 +1026,8 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
     __syncwarp();
   };
   const auto most_candidates = [&] { return __reduce_max_sync(~0u, counts[lane % kQueries]); };
-  // The best K of every query, and thresholds that follow; where there are too many, fewer candidates.
-  const auto keep_best = [&] {
+  // The best K of every query, or few more, and thresholds that follow; where there are too many, fewer candidates.
+  const auto keep_best = [&](bool exactly) {
     if (most_candidates() > kAtOnce) {
       for (int q = 0; q < kQueries; ++q) {
         if (counts[q] > top_k) prune(q);
@@ -865,149 +1040,172 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       const float second = __shfl_sync(~0u, threshold[1], own % 8 * 4);
       if (own >= 8) floor = second;
     }
-    const float worst = KeepBestOfAll<kLanes>(candidates, list_keys, counts, top_k, floor, lane);
+    const float worst = exactly ? KeepBestOfAll<kLanes>(candidates, list_keys, counts, top_k, floor, lane)
+                                : PruneAll<kLanes>(candidates, list_keys, counts, top_k, floor, lane);
 #pragma unroll
     for (int f = 0; f < kFollowed; ++f) raise(f, __shfl_sync(~0u, worst, (r + 8 * f) % kQueries * kLanes));
   };
-#pragma unroll 1
-  for (int sweep = 0; sweep < 2; ++sweep) {
-    for (int w0 = 0; w0 < w_end - w_begin; w0 += kBatch) {
-      const uint32_t least = sweep == 0 ? PackThresholds(first_threshold[0], first_threshold[kFollowed - 1])
-                                        : PackThresholds(threshold[0], threshold[kFollowed - 1]);
-      uint32_t bounds[kWords];
-      // Bit of window i and set c: 16 (i % 2) + 4 (i / 2) + c.
-      uint32_t sets = 0;
+  // Scores the first `n` subsets of the list; blocks that reach their query's threshold become candidates.
+  const auto score = [&](int n) {
+    uint4 b[2][kLoads];
+    const auto load = [&](int4 subsets) {
 #pragma unroll
-      for (int j = 0; j < kWords; ++j) {
-        const int at = kFollowed == 1 ? w0 / 2 + j : w0 + j;
-        const bool there = (kFollowed == 1 ? w0 + 2 * j : w0 + j) < w_end - w_begin;
-        bounds[j] = there ? maxima[at * 32] : 0xBF80BF80u;  // -1
-      }
-#pragma unroll
-      for (int j = 0; j < kWords; ++j) {
-        const uint32_t reached = Reached(bounds[j], least);
-        if constexpr (kFollowed == 1) {
-          sets |= reached & (0x00010001u << (4 * j));
+      for (int i = 0; i < 2; ++i) {
+        const int32_t subset = i == 0 ? (r < 4 ? subsets.x : subsets.y) : (r < 4 ? subsets.z : subsets.w);
+        const int32_t t = min(subset * kSubset + r % 4, end_all - 1);
+        const T* rep = reps;
+        if (__builtin_expect(stride != 0, 1)) {
+          rep += static_cast<uint64_t>(static_cast<uint32_t>(t)) * stride;
         } else {
-          sets |= reached != 0 ? 1u << (j % 2 * 16 + j / 2 * 4) : 0u;
+          rep += RepOffset(args.p.batch, args.p.reps, view.seq, t);
         }
-      }
-      sets = __reduce_or_sync(~0u, sets << c);
-      if (sweep == 0) {
-        if (lane == 0) taken[w0 / kBatch] = sets;
-      } else {
-        sets &= ~taken[w0 / kBatch];
-      }
-      if (sets == 0) continue;
-      uint4 b[2][kLoads];
-      const auto first_of = [&](uint32_t some) {
-        const int bit = __ffs(static_cast<int>(some)) - 1;
-        return (w_begin + w0) * kWindow + (bit & 12) * (2 * kWindow / 4) + (bit >> 4) * kWindow + (bit & 3) * 16;
-      };
-      const auto load = [&](int32_t first) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int32_t t = min(first + 8 * i + r, end_all - 1);
-          const T* rep = reps;
-          if (stride != 0) {
-            rep += static_cast<uint64_t>(static_cast<uint32_t>(t)) * stride;
+        for (int k = 0; k < kLoads; ++k) b[i][k] = *reinterpret_cast<const uint4*>(rep + k * 32);
+      }
+    };
+    const int4* four = reinterpret_cast<const int4*>(list);
+    int4 subsets = four[0];
+    load(subsets);
+    for (int done = 4;; done += 4) {
+      float acc[2][4] = {}, more[2][4] = {};  // two sums: half the latency
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) {
+        const uint32_t even[4] = {a0[k].x, a1[k].x, a0[k].y, a1[k].y};
+        const uint32_t odd[4] = {a0[k].z, a1[k].z, a0[k].w, a1[k].w};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) Mma<T>(acc[i], even, b[i][k].x, b[i][k].y);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) Mma<T>(more[i], odd, b[i][k].z, b[i][k].w);
+      }
+      // Blocks of the lane's columns: two of each product.
+      const int32_t blocks[2] = {(c < 2 ? subsets.x : subsets.y) * kSubset + c % 2 * 2,
+                                 (c < 2 ? subsets.z : subsets.w) * kSubset + c % 2 * 2};
+      // The next subsets' representatives are under way while these scores are looked at.
+      if (done < n) {
+        subsets = four[done / 4];
+        load(subsets);
+      }
+      uint32_t found = 0;
+      float scores[kFollowed][4];  // [followed query][product · 2 + column]
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float p0 = Exp2(fmaf(acc[i][j] + more[i][j], scale2, -lse0));
+          const float p1 = Exp2(fmaf(acc[i][2 + j] + more[i][2 + j], scale2, -lse1));
+          if constexpr (kPadded == 1) {
+            scores[0][2 * i + j] = p0;
+            scores[kFollowed - 1][2 * i + j] = p1;
           } else {
-            rep += RepOffset(args.p.batch, args.p.reps, view.seq, t);
+            scores[0][2 * i + j] = shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1);
           }
-#pragma unroll
-          for (int k = 0; k < kLoads; ++k) b[i][k] = *reinterpret_cast<const uint4*>(rep + k * 32);
-        }
-      };
-      int32_t first = first_of(sets);
-      load(first);
-      while (true) {
-        float acc[2][4] = {}, more[2][4] = {};  // two sums: half the latency
-#pragma unroll
-        for (int k = 0; k < kLoads; ++k) {
-          const uint32_t even[4] = {a0[k].x, a1[k].x, a0[k].y, a1[k].y};
-          const uint32_t odd[4] = {a0[k].z, a1[k].z, a0[k].w, a1[k].w};
-#pragma unroll
-          for (int i = 0; i < 2; ++i) Mma<T>(acc[i], even, b[i][k].x, b[i][k].y);
-#pragma unroll
-          for (int i = 0; i < 2; ++i) Mma<T>(more[i], odd, b[i][k].z, b[i][k].w);
-        }
-        // The next set's representatives are under way while this one's scores are looked at.
-        const int32_t scored = first;
-        sets &= sets - 1;
-        if (sets != 0) {
-          first = first_of(sets);
-          load(first);
-        }
-        float score[kFollowed][4];  // [followed query][8-block half · 2 + column]
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const float p0 = Exp2(fmaf(acc[i][j] + more[i][j], scale2, -lse0));
-            const float p1 = Exp2(fmaf(acc[i][2 + j] + more[i][2 + j], scale2, -lse1));
-            if constexpr (kPadded == 1) {
-              score[0][2 * i + j] = p0;
-              score[kFollowed - 1][2 * i + j] = p1;
-            } else {
-              score[0][2 * i + j] = shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1);
-            }
-          }
-        }
-        if (scored < init || scored + 16 > end_first) {
 #pragma unroll
           for (int f = 0; f < kFollowed; ++f) {
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-              const int32_t t = scored + m / 2 * 8 + 2 * c + m % 2;
-              if (t < init || t >= end[f]) score[f][m] = -1.0f;
-            }
+            const bool candidate = blocks[i] + j >= init && blocks[i] + j < end[f];
+            if (candidate && scores[f][2 * i + j] >= threshold[f]) found |= 1u << (4 * f + 2 * i + j);
           }
         }
-        uint32_t found = 0;
+      }
+      if (__any_sync(~0u, found != 0)) {
+        uint32_t full[kFollowed];
 #pragma unroll
         for (int f = 0; f < kFollowed; ++f) {
+          const uint32_t own = found >> (4 * f) & 15u;
+          bool over = false;
+          if (own != 0) {
+            const int query = r + 8 * f;
+            const int at = atomicAdd(&counts[query], __popc(own));
+            over = at + __popc(own) > room;
+            uint64_t* to = candidates + query * list_keys + at;
 #pragma unroll
-          for (int m = 0; m < 4; ++m) {
-            if (score[f][m] >= threshold[f]) found |= 1u << (4 * f + m);
-          }
-        }
-        if (__any_sync(~0u, found != 0)) {
-          uint32_t full[kFollowed];
-#pragma unroll
-          for (int f = 0; f < kFollowed; ++f) {
-            const uint32_t own = found >> (4 * f) & 15u;
-            bool over = false;
-            if (own != 0) {
-              const int query = r + 8 * f;
-              const int at = atomicAdd(&counts[query], __popc(own));
-              over = at + __popc(own) > room;
-              uint64_t* to = candidates + query * list_keys + at;
-#pragma unroll
-              for (int m = 0; m < 4; ++m) {
-                if (own >> m & 1) *to++ = CandidateKey(score[f][m], scored + m / 2 * 8 + 2 * c + m % 2);
-              }
-            }
-            full[f] = __ballot_sync(~0u, over);
-          }
-          __syncwarp();
-          // A set adds at most 16 candidates to a query: make room where the next one might not fit.
-#pragma unroll
-          for (int f = 0; f < kFollowed; ++f) {
-            for (; full[f] != 0; full[f] &= full[f] - 1) {
-              const int q = (__ffs(static_cast<int>(full[f])) - 1) / 4 + 8 * f;
-              if (counts[q] > room) prune(q);
+            for (int m = 0; m < 4; ++m) {
+              if (own >> m & 1) to[__popc(own & ((1u << m) - 1u))] = CandidateKey(scores[f][m], blocks[m / 2] + m % 2);
             }
           }
+          full[f] = __ballot_sync(~0u, over);
         }
-        if (sets == 0) break;
+        __syncwarp();
+        // A product adds at most 16 candidates to a query: make room where the next one might not fit.
+#pragma unroll
+        for (int f = 0; f < kFollowed; ++f) {
+          for (; full[f] != 0; full[f] &= full[f] - 1) {
+            const int q = (__ffs(static_cast<int>(full[f])) - 1) / 4 + 8 * f;
+            if (counts[q] > room) prune(q);
+          }
+        }
       }
+      if (done >= n) break;
     }
     __syncwarp();
-    if (sweep == 0) keep_best();
+  };
+
+  // Pass 2: score the subsets that may hold one of a query's best K. Two sweeps: the first takes those of the best
+  // bounds, so that the second has a threshold near the K-th score and leaves most of the others out.
+  __syncwarp();
+  if (lane < kQueries) counts[lane] = 0;
+  __syncwarp();
+#pragma unroll 1
+  for (float factor = 0.5f;; factor = factor == 0.5f ? 0.1f : 0.0f) {
+#pragma unroll 1
+    for (int sweep = 0; sweep < 2; ++sweep) {
+      int w0 = 0;
+      while (w0 < windows) {
+        __nv_bfloat162 least[kFollowed];
+#pragma unroll
+        for (int f = 0; f < kFollowed; ++f) {
+          least[f] = PackThreshold(end[f] == 0 ? INFINITY : sweep == 0 ? first_threshold[f] : threshold[f]);
+        }
+        int n = 0;
+        each_pair(w0, [&](int w, const Bounds<kPadded>& x, const Bounds<kPadded>& y) {
+          // Bit 16 (window % 2) + 4 c + subset.
+          const uint32_t first = __reduce_or_sync(~0u, x.Reach(least) << (4 * c));
+          const uint32_t second = __reduce_or_sync(~0u, y.Reach(least) << (4 * c));
+          uint32_t subsets = __byte_perm(first | first >> 16, second | second >> 16, 0x5410);
+          if (sweep == 0) {
+            if (lane == 0) taken[w / 2] = subsets;
+          } else {
+            subsets &= ~taken[w / 2];
+          }
+          if (subsets != 0) {
+            if (subsets >> lane & 1) {
+              list[n + __popc(subsets & ((1u << lane) - 1u))] = (w_begin + w) * (kWindow / kSubset) + lane;
+            }
+            n += __popc(subsets);
+          }
+          return n <= kList - 16 * kBatch;
+        });
+        if (n == 0) continue;
+        if (lane < 3) list[n + lane] = 1 << 28;  // none: beyond all candidates
+        __syncwarp();
+        score(n);
+      }
+      __syncwarp();
+      if (sweep == 0) keep_best(false);
+    }
+    // A query with enough blocks that reach its threshold is done: that was not too high. The others try a lower one.
+    bool missing = false;
+#pragma unroll
+    for (int f = 0; f < kFollowed; ++f) {
+      const int query = (r + 8 * f) % kQueries;
+      const bool follows = threshold[f] > 0.0f && threshold[f] < INFINITY;
+      if (follows && counts[query] < min(top_k, end[f] - init)) {
+        missing = true;
+        threshold[f] = guess[f] * factor;
+      } else {
+        end[f] = 0;
+      }
+    }
+    if (!__any_sync(~0u, missing)) break;
+    __syncwarp();
+#pragma unroll
+    for (int f = 0; f < kFollowed; ++f) {
+      if (c == 0 && end[f] != 0) counts[(r + 8 * f) % kQueries] = 0;
+    }
+    __syncwarp();
   }
 
   // The best K, ascending.
-  keep_best();
+  keep_best(true);
   if (most_candidates() > top_k) {  // rare: more than KeepBestOfAll takes
     for (int q = 0; q < kQueries; ++q) {
       if (counts[q] <= top_k) continue;
@@ -1018,8 +1216,8 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
   }
   const int query = lane / kLanes;
   const bool writes = q0 + query < view.q_len && NeedsScores(args, (view.first_position() + q0 + query) / kBlock);
-  const uint64_t* list = candidates + query * list_keys;
-  const int count = writes ? counts[query] : 0;
+  const uint64_t* best = candidates + query * list_keys;
+  const int kept = writes ? counts[query] : 0;
   int32_t* selection = args.p.selection + list0 + query * list_stride;
   constexpr int kMine = 4;
   for (int base = lane % kLanes; base < top_k; base += kMine * kLanes) {
@@ -1028,10 +1226,10 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
 #pragma unroll
     for (int j = 0; j < kMine; ++j) {
       const int at = base + j * kLanes;
-      mine[j] = at < count ? static_cast<uint32_t>(list[at]) : 0;  // the lower block has the larger word
+      mine[j] = at < kept ? static_cast<uint32_t>(best[at]) : 0;  // the lower block has the larger word
     }
-    for (int i = 0; i < count; ++i) {
-      const uint32_t other = static_cast<uint32_t>(list[i]);
+    for (int i = 0; i < kept; ++i) {
+      const uint32_t other = static_cast<uint32_t>(best[i]);
 #pragma unroll
       for (int j = 0; j < kMine; ++j) place[j] += other > mine[j];
     }
@@ -1040,10 +1238,10 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
     for (int j = 0; j < kMine; ++j) {
       const int at = base + j * kLanes;
       if (at >= top_k) continue;
-      const int to = at < count ? place[j] : at;
-      selection[to] = at < count ? KeyBlock(list[at]) : -1;
+      const int to = at < kept ? place[j] : at;
+      selection[to] = at < kept ? KeyBlock(best[at]) : -1;
       if (args.p.selection_scores) {
-        args.p.selection_scores[list0 + query * list_stride + to] = at < count ? KeyScore(list[at]) : 0.0f;
+        args.p.selection_scores[list0 + query * list_stride + to] = at < kept ? KeyScore(best[at]) : 0.0f;
       }
     }
   }
@@ -1059,67 +1257,105 @@ Group MakeGroup(const Shape& shape) {
   return group;
 }
 
-// Windows are processed in pairs on Hopper: one spare.
+// Windows are processed in pairs: one spare.
 int32_t Windows(const Batch& batch) { return (batch.max_kv_len / kBlock + kWindow - 1) / kWindow + 1; }
 
+constexpr size_t kUnitBytes = 16 * sizeof(float) + 32 * sizeof(float2);
 size_t TileBytes(const Shape& shape, const Batch& batch) {
-  return static_cast<size_t>(shape.selection_heads) * kUnits * (Windows(batch) * 128 + 16 * sizeof(float));
+  return static_cast<size_t>(shape.selection_heads) * kUnits * (Windows(batch) * 32 * sizeof(uint2) + kUnitBytes);
 }
 
-int32_t ChunkTiles(const Shape& shape, const Batch& batch) {
-  const int32_t tiles = MaxTiles(batch, kUnits * MakeGroup(shape).queries);
-  const size_t most = std::max<size_t>(1, kSelectWorkspace / TileBytes(shape, batch));
-  // Chunks of equal size: the last one is no short tail.
-  const size_t chunks = (static_cast<size_t>(tiles) + most - 1) / most;
-  return chunks == 0 ? 0 : static_cast<int32_t>((static_cast<size_t>(tiles) + chunks - 1) / chunks);
+// Tiles whose statistics the workspace has room for.
+int32_t RoomTiles(const Shape& shape, const Batch& batch, size_t bytes) {
+  const size_t tiles = static_cast<size_t>(MaxTiles(batch, kUnits * MakeGroup(shape).queries));
+  return static_cast<int32_t>(std::min(tiles, std::max<size_t>(1, bytes / TileBytes(shape, batch))));
+}
+
+// Representatives as the copy engine sees them: element of a row, then rows in the order of WindowColumn (row % 2, row
+// / 16, row % 16 / 2), then the first row of a sequence. Returns whether there is such a map.
+bool MakeRepsMap(const ForwardParams& p, CUtensorMap* map) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+  }();
+  const int64_t elements = (p.shape.num_kv_heads - 1) * p.reps.head_stride + p.shape.head_dim;
+  if (encode == nullptr || elements > INT32_MAX || p.reps.token_stride > INT32_MAX) return false;
+  const cuuint64_t row = static_cast<cuuint64_t>(p.reps.token_stride) * 2;
+  const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(elements), 2, static_cast<cuuint64_t>(Windows(p.batch)) * 4, 8,
+                               cuuint64_t{1} << 31};
+  const cuuint64_t strides[4] = {row, 16 * row, 2 * row, row};
+  const cuuint32_t box[5] = {64, 2, kWindow / 16, 8, 1}, steps[5] = {1, 1, 1, 1, 1};
+  const auto type = p.shape.dtype == Dtype::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  return encode(map, type, 5, p.reps.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 template <typename T, int kHeadDim, int kPadded>
 cudaError_t LaunchChoose(const SelectArgs& args, cudaStream_t stream) {
-  const int bytes = kChooseWarps * ChooseShared(16 / kPadded, args.list_keys, args.taken).bytes;
+  const auto kernel = ChooseKernel<T, kHeadDim, kPadded>;
+  const int bytes = kChooseWarps * ChooseShared(16 / kPadded, args.list_keys, args.windows).bytes;
   if (bytes > 48 * 1024) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(ChooseKernel<T, kHeadDim, kPadded>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
   }
   const dim3 grid((args.tile_end - args.tile_begin) * (kUnits / kChooseWarps), args.p.shape.selection_heads);
-  ChooseKernel<T, kHeadDim, kPadded><<<grid, kChooseWarps * 32, bytes, stream>>>(args);
+  kernel<<<grid, kChooseWarps * 32, bytes, stream>>>(args);
   return cudaGetLastError();
 }
 
 template <typename T, int kHeadDim>
-cudaError_t Launch(const ForwardParams& p, cudaStream_t stream) {
+cudaError_t LaunchStatistics(const SelectArgs& args, const CUtensorMap& map, cudaStream_t stream) {
+  const dim3 grid(args.tile_end - args.tile_begin, args.p.shape.selection_heads);
   const bool hopper = DeviceArchitecture() >= 90;
-  const auto statistics = hopper ? StatisticsWgmmaKernel<T, kHeadDim> : StatisticsKernel<T, kHeadDim>;
-  const int shared = kWindow * kHeadDim * 2 * (hopper ? kWgStages * kWgStageWindows : 3);
-  const int threads = hopper ? kWgThreads : kPlainThreads;
-  const unsigned processors = Multiprocessors();
-  cudaError_t error = cudaFuncSetAttribute(statistics, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  if (error != cudaSuccess) return error;
+  const int shared = (hopper ? kWgStages * kWgStageWindows : kPlainStages) * kWindow * kHeadDim * 2;
+  const auto set_shared = [&](auto kernel) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  };
+  if (hopper) {
+    const cudaError_t error = set_shared(StatisticsWgmmaKernel<T, kHeadDim>);
+    if (error != cudaSuccess) return error;
+    const unsigned tiles = std::min(grid.x * grid.y, Multiprocessors());
+    StatisticsWgmmaKernel<T, kHeadDim><<<tiles, kWgThreads, shared, stream>>>(args, map);
+  } else {
+    const cudaError_t error = set_shared(StatisticsKernel<T, kHeadDim>);
+    if (error != cudaSuccess) return error;
+    StatisticsKernel<T, kHeadDim><<<grid, kPlainThreads, shared, stream>>>(args);
+  }
+  return cudaGetLastError();
+}
 
+template <typename T, int kHeadDim>
+cudaError_t Run(const ForwardParams& p, cudaStream_t stream) {
   SelectArgs args{};
   args.p = p;
   args.group = MakeGroup(p.shape);
   args.windows = Windows(p.batch);
-  args.taken = (args.windows + 31) / 32 * 4;
-  const bool strided = p.batch.page_size == 0 && p.reps.token_stride < int64_t{1} << 31;
-  args.rep_stride = strided ? static_cast<uint32_t>(p.reps.token_stride) : 0;
+  const bool paged = p.batch.page_size != 0;
+  args.rep_stride = !paged && p.reps.token_stride < int64_t{1} << 31 ? static_cast<uint32_t>(p.reps.token_stride) : 0;
   args.list_keys = (p.shape.top_k <= 16 ? kAtOnce : kCandidates) + 2;
   args.all = p.selection_scores != nullptr;
   const int32_t tiles = MaxTiles(p.batch, kUnits * args.group.queries);
-  const int32_t chunk = ChunkTiles(p.shape, p.batch);
   if (tiles == 0) return cudaSuccess;
   if (p.workspace_size < SelectWorkspaceSize(p.shape, p.batch)) return cudaErrorInvalidValue;
-  args.maxima = static_cast<uint32_t*>(p.workspace);
-  args.lse2 = reinterpret_cast<float*>(args.maxima + static_cast<size_t>(chunk) * p.shape.selection_heads * kUnits *
-                                                         args.windows * 32);
+  int32_t chunk = RoomTiles(p.shape, p.batch, p.workspace_size);
+  // Where one chunk is not enough, each has whole rounds of tiles for the multiprocessors.
+  const int32_t round = static_cast<int32_t>(Multiprocessors()), heads = p.shape.selection_heads;
+  if (chunk < tiles && chunk * heads >= round) chunk = std::max(1, chunk * heads / round * round / heads);
+  CUtensorMap map{};
+  args.copy_engine = !paged && DeviceArchitecture() >= 90 && MakeRepsMap(p, &map);
+  const size_t units = static_cast<size_t>(chunk) * heads * kUnits;
+  args.codes = static_cast<uint2*>(p.workspace);
+  args.units = reinterpret_cast<float2*>(args.codes + units * args.windows * 32);
+  args.lse2 = reinterpret_cast<float*>(args.units + units * 32);
   for (int32_t begin = 0; begin < tiles; begin += chunk) {
     args.tile_begin = begin;
     args.tile_end = std::min(tiles, begin + chunk);
-    dim3 grid(args.tile_end - begin, p.shape.selection_heads);
-    if (hopper) grid = dim3(std::min<unsigned>(grid.x * grid.y, processors));
-    statistics<<<grid, threads, shared, stream>>>(args);
-    error = cudaGetLastError();
+    cudaError_t error = LaunchStatistics<T, kHeadDim>(args, map, stream);
     if (error != cudaSuccess) return error;
     switch (args.group.padded) {
       case 1: error = LaunchChoose<T, kHeadDim, 1>(args, stream); break;
@@ -1137,14 +1373,14 @@ cudaError_t Launch(const ForwardParams& p, cudaStream_t stream) {
 
 size_t SelectWorkspaceSize(const Shape& shape, const Batch& batch) {
   if (shape.top_k == 0) return 0;
-  return static_cast<size_t>(ChunkTiles(shape, batch)) * TileBytes(shape, batch);
+  return static_cast<size_t>(RoomTiles(shape, batch, kSelectWorkspace)) * TileBytes(shape, batch);
 }
 
 cudaError_t Select(const ForwardParams& p, cudaStream_t stream) {
   if (p.shape.top_k == 0) return cudaSuccess;
   const bool bf = p.shape.dtype == Dtype::kBf16;
-  if (p.shape.head_dim == 128) return bf ? Launch<bf16, 128>(p, stream) : Launch<half, 128>(p, stream);
-  return bf ? Launch<bf16, 64>(p, stream) : Launch<half, 64>(p, stream);
+  if (p.shape.head_dim == 128) return bf ? Run<bf16, 128>(p, stream) : Run<half, 128>(p, stream);
+  return bf ? Run<bf16, 64>(p, stream) : Run<half, 64>(p, stream);
 }
 
 }  // namespace phsa::cuda
