@@ -78,6 +78,7 @@ TEST(Scheduler, AnswersAreThoseOfLoneSessions) {
       const std::unique_ptr<Engine> engine = LoadedEngine(options, ModelWithEnds());
       const std::vector<Request> requests = MixedRequests(21);
       std::vector<GenerateResult> expected;
+      expected.reserve(requests.size());
       for (const Request& request : requests) expected.push_back(Lone(*engine, request));
       for (const int32_t max_running : {1, 3, 16}) {
         std::vector<Request> watched = requests;
@@ -164,6 +165,7 @@ TEST(Scheduler, ACancelledRequestLeavesTheOthersAlone) {
   }
   Scheduler scheduler(*engine, 3);
   std::vector<int64_t> ids;
+  ids.reserve(requests.size());
   for (const Request& request : requests) ids.push_back(scheduler.Add(request));
   for (int i = 0; i < 8; ++i) scheduler.Step();
   scheduler.Cancel(ids[1]);

@@ -83,6 +83,7 @@ TEST(Scorer, ScoresAreThoseOfEachTextReadAlone) {
       const std::unique_ptr<Engine> engine = LoadedEngine(options);
       if (requests.empty()) {
         requests = RandomRequests(*engine, 11);
+        expected.reserve(requests.size());
         for (const ScoreRequest& request : requests) expected.push_back(PlainScore(*engine, request));
       }
       const StepWatch watch(engine->decoder());

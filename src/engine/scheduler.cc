@@ -343,6 +343,7 @@ int32_t Scheduler::running() const { return static_cast<int32_t>(impl_->running(
 std::vector<GenerateResult> GenerateAll(Engine& engine, std::vector<Request> requests, int32_t max_running) {
   Scheduler scheduler(engine, max_running);
   std::vector<int64_t> ids;
+  ids.reserve(requests.size());
   for (Request& request : requests) ids.push_back(scheduler.Add(std::move(request)));
   std::vector<GenerateResult> results(ids.size());
   std::vector<size_t> open(ids.size());

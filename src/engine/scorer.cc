@@ -143,26 +143,28 @@ class Scorer {
     }
   }
 
+  struct Reader {
+    size_t text, begin;  // in the batch; of its tokens in this step
+  };
+
   bool ReadBatch() {
     last_.Truncate(static_cast<int32_t>(batch_.front().shared));
     batch_.front().sequence = std::move(last_);
     std::vector<BatchItem> items;
-    std::vector<size_t> readers;  // of the items
+    std::vector<Reader> readers;  // of the items
     for (;;) {
       NextStep(items, readers);
       if (items.empty()) return true;
       if (callbacks_.stop && callbacks_.stop()) return false;
-      std::vector<size_t> first;
-      for (const size_t reader : readers) first.push_back(static_cast<size_t>(batch_[reader].sequence->length()));
       engine_.decoder().Step(items, [&](int32_t item, int32_t row, const float* logits) {
-        const auto i = static_cast<size_t>(item);
-        Take(readers[i], first[i] + static_cast<size_t>(row), logits);
+        const Reader& reader = readers[static_cast<size_t>(item)];
+        Take(reader.text, reader.begin + static_cast<size_t>(row), logits);
       });
     }
   }
 
   // What all texts of the batch can read now. A text stops where others go on from it, so that they do it together.
-  void NextStep(std::vector<BatchItem>& items, std::vector<size_t>& readers) {
+  void NextStep(std::vector<BatchItem>& items, std::vector<Reader>& readers) {
     items.clear();
     readers.clear();
     std::vector<size_t> ends;
@@ -194,7 +196,7 @@ class Scorer {
       items.push_back({&*text.sequence, std::span(text.tokens).subspan(begin, count),
                        wanted < begin + count ? BatchItem::Logits::kAll : BatchItem::Logits::kNone,
                        static_cast<int32_t>(wanted - begin)});
-      readers.push_back(i);
+      readers.push_back({i, begin});
       rows -= count;
     }
   }
