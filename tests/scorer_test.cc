@@ -106,6 +106,7 @@ TEST(Scorer, ALogProbabilityIsALogSoftmaxOverTheVocabulary) {
   const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(256));
   const std::vector<int32_t> context = Tokens(20);
   std::vector<ScoreRequest> requests;
+  requests.reserve(static_cast<size_t>(engine->config().vocab_size));
   for (int32_t token = 0; token < engine->config().vocab_size; ++token) requests.push_back({context, {token}});
   const auto scores = ScoreAll(*engine, requests, {});
   double sum = 0;
