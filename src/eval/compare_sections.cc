@@ -263,11 +263,12 @@ class Teller {
 
   // "1.53 times as fast as dense attention (1,114 against 725 tokens/s)"
   static std::string SpeedWords(const SpeedRow& row, const SpeedRow& peer) {
-    const std::string both = fmt::format("({} against {} tokens/s)", Thousands(row.best()), Thousands(peer.best()));
+    const std::string both = fmt::format("{} against {} tokens/s", Thousands(row.best()), Thousands(peer.best()));
     const size_t runs = std::min(row.seconds.size(), peer.seconds.size());
     const bool overlap = row.slowest() <= peer.best() && peer.slowest() <= row.best();
-    if (runs > 1 && overlap) return fmt::format("no difference from dense that {} runs can tell {}", runs, both);
-    return fmt::format("{:.2f} times as fast as dense{} {}", row.best() / peer.best(), runs > 1 ? "" : " in one run",
+    if (runs > 1 && overlap)
+      return fmt::format("{} runs overlap with dense's and do not tell ({} at best)", runs, both);
+    return fmt::format("{:.2f} times as fast as dense{} ({})", row.best() / peer.best(), runs > 1 ? "" : " in one run",
                        both);
   }
 
