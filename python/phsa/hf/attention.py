@@ -189,6 +189,7 @@ def _same_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
+@torch.compiler.disable  # the batch's lengths are other numbers in each step, and each would be compiled for
 def attention_function(
     module: nn.Module,
     query: Tensor,

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from . import disable, enable
+from . import disable, enable, packed
+from .load import load_model
 
 SAMPLES_FORMAT = "phsa niah samples 1"
 ANSWERS_FORMAT = "phsa niah 1"
@@ -47,44 +48,71 @@ def read_samples(path: str | os.PathLike) -> tuple[dict[str, Any], list[dict[str
 def set_attention(
     model: PreTrainedModel, attention: Mapping[str, Any], punctuation: Mapping[str, Sequence[int]]
 ) -> None:
-    """Makes a model attend as a record says. Dense attention is the model's own."""
+    """Makes a model attend as a record says."""
     if attention["attention"] == "dense" and not attention.get("layers"):
         disable(model)
+        model.set_attn_implementation(packed.NAME)
         return
     model.config.phsa = dict(attention)
     enable(model, punctuation=punctuation[attention["punctuation"]], check=False)
 
 
-@torch.inference_mode()
-def likeliest_answer(model: PreTrainedModel, sample: Mapping[str, Any], vocabulary: int) -> list[int]:
-    """The most likely token at each place of the answer, given the prompt and the right tokens before it."""
-    answer = sample["answer_tokens"]
-    tokens = torch.tensor([[*sample["tokens"], *answer[:-1]]], device=model.device)
-    logits: Tensor = model(tokens, logits_to_keep=len(answer), use_cache=False).logits
-    return logits[0, :, :vocabulary].argmax(-1).tolist()
+@torch.no_grad()
+def likeliest_answers(model: PreTrainedModel, samples: Sequence[Mapping[str, Any]], vocabulary: int) -> list[list[int]]:
+    """The most likely token at each place of each sample's answer, given the prompt and the right tokens before it.
+    The samples are read at once, as packed sequences."""
+    rows = [[*sample["tokens"], *sample["answer_tokens"][:-1]] for sample in samples]
+    lengths = [len(row) for row in rows]
+    answers = [len(sample["answer_tokens"]) for sample in samples]
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ends = bounds[1:].tolist()
+    wanted = torch.cat([torch.arange(end - answer, end) for end, answer in zip(ends, answers, strict=True)])
+    logits: Tensor = model(
+        input_ids=torch.tensor([[token for row in rows for token in row]], device=model.device),
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None].to(model.device),
+        cu_seq_lens_q=bounds,
+        logits_to_keep=wanted.to(model.device),
+        use_cache=False,
+    ).logits
+    return [part.tolist() for part in logits[0, :, :vocabulary].argmax(-1).cpu().split(answers)]
 
 
 def answers(
-    model: PreTrainedModel, header: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], known: set[str]
+    model: PreTrainedModel,
+    header: Mapping[str, Any],
+    samples: Sequence[Mapping[str, Any]],
+    known: set[str],
+    batch_tokens: int = 1,
 ) -> Iterator[dict[str, Any]]:
-    """The records of all samples but the known ones, as they are answered."""
+    """The records of all samples but the known ones, as they are answered: all of one attention, then of the next.
+    Samples are read together up to `batch_tokens`, one at least."""
+    asked: dict[str, list[tuple[Mapping[str, Any], dict[str, Any]]]] = {}
     for sample in samples:
         for record in sample["records"]:
-            if key(record) in known:
-                continue
-            set_attention(model, record["attention"], header["punctuation"])
+            if key(record) not in known:
+                asked.setdefault(json.dumps(record["attention"], sort_keys=True), []).append((sample, record))
+    for group in asked.values():
+        set_attention(model, group[0][1]["attention"], header["punctuation"])
+        while group:
+            count, tokens = 0, 0
+            while count < len(group) and (count == 0 or tokens + group[count][1]["length"] <= batch_tokens):
+                tokens += group[count][1]["length"]
+                count += 1
+            batch, group = group[:count], group[count:]
             start = time.perf_counter()
-            found = likeliest_answer(model, sample, header["vocabulary"])
-            free = sample["free_tokens"]
-            right = found[free:] == sample["answer_tokens"][free:]
-            yield {
-                **record,
-                "score": float(right),
-                "found": [right],
-                # There need not be a tokenizer here.
-                "answer": "tokens " + " ".join(map(str, found)),
-                "seconds": time.perf_counter() - start,
-            }
+            found = likeliest_answers(model, [sample for sample, _ in batch], header["vocabulary"])
+            seconds = (time.perf_counter() - start) / count
+            for (sample, record), tokens_found in zip(batch, found, strict=True):
+                free = sample["free_tokens"]
+                right = tokens_found[free:] == sample["answer_tokens"][free:]
+                yield {
+                    **record,
+                    "score": float(right),
+                    "found": [right],
+                    # There need not be a tokenizer here.
+                    "answer": "tokens " + " ".join(map(str, tokens_found)),
+                    "seconds": seconds,
+                }
 
 
 def key(record: Mapping[str, Any]) -> str:
@@ -117,9 +145,15 @@ def _open_answers(path: Path, header: Mapping[str, Any]) -> set[str]:
 
 
 def run(
-    model: PreTrainedModel, name: str, samples_file: str | os.PathLike, out: str | os.PathLike, limit: int | None = None
-) -> None:
-    """Answers the samples that `out` lacks and appends them to it."""
+    model: PreTrainedModel,
+    name: str,
+    samples_file: str | os.PathLike,
+    out: str | os.PathLike,
+    limit: int | None = None,
+    batch_tokens: int = 1,
+    quiet: bool = False,
+) -> list[dict[str, Any]]:
+    """Answers the samples that `out` lacks and appends them to it. Returns the new records."""
     header, samples = read_samples(samples_file)
     context = model.config.max_position_embeddings
     longest = max((record["length"] for sample in samples for record in sample["records"]), default=0)
@@ -132,22 +166,19 @@ def run(
     samples = samples[:limit]
     missing = sum(key(record) not in known for sample in samples for record in sample["records"])
     start = time.perf_counter()
+    records = []
     with Path(out).open("a", encoding="utf-8") as file:
-        for done, record in enumerate(answers(model, header, samples, known), start=1):
+        for record in answers(model, header, samples, known, batch_tokens):
             file.write(_line(record))
             file.flush()
-            if sys.stderr.isatty() or done % 100 == 0 or done == missing:
+            records.append(record)
+            done = len(records)
+            if not quiet and (sys.stderr.isatty() or done % 100 == 0 or done == missing):
                 left = (time.perf_counter() - start) / done * (missing - done)
                 print(f"\rneedles: {done} of {missing} answers, {left:.0f} s left", end="", file=sys.stderr)
-    print(file=sys.stderr)
-
-
-def load(model: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A folder or name of Hugging Face, or a .gguf file, which transformers then turns back into plain weights."""
-    path = Path(model)
-    if path.suffix == ".gguf":
-        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
-    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    if not quiet:
+        print(file=sys.stderr)
+    return records
 
 
 def main() -> None:
@@ -161,12 +192,18 @@ def main() -> None:
     )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--adapter", help="a folder with an adapter of `python -m phsa.train` or of PEFT")
+    parser.add_argument("--batch-tokens", type=int, default=1, help="tokens of samples that are read at once")
     parser.add_argument("--samples", dest="limit", type=int, help="only the first of them")
     args = parser.parse_args()
     try:
         read_samples(args.samples)  # before the weights are loaded
-        model = load(args.model, getattr(torch, args.dtype))
-        run(model.to(args.device).eval(), args.model, args.samples, args.out, args.limit)
+        model = load_model(args.model, getattr(torch, args.dtype))
+        if args.adapter is not None:
+            from ..train.lora import load_adapter
+
+            load_adapter(Path(args.adapter), model)
+        run(model.to(args.device).eval(), args.model, args.samples, args.out, args.limit, args.batch_tokens)
     except (OSError, ValueError) as error:
         sys.exit(f"phsa: {error}")
 

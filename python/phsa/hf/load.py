@@ -1,0 +1,29 @@
+"""Models as transformers loads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+
+def _where(model: str) -> tuple[str, dict[str, Any]]:
+    path = Path(model)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"{model}: there is no such file")
+        return str(path.parent), {"gguf_file": path.name}
+    return model, {}
+
+
+def load_model(model: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A folder or name of Hugging Face, or a .gguf file, which transformers then turns back into plain weights."""
+    name, options = _where(model)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+
+
+def load_tokenizer(model: str) -> Any:
+    name, options = _where(model)
+    return AutoTokenizer.from_pretrained(name, **options)

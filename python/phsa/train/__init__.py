@@ -1,0 +1,1 @@
+"""Training of Hugging Face models with PHSA."""

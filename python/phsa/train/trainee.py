@@ -1,0 +1,177 @@
+"""The model in training: its weights, its attention, its shards over the processes, and its loss."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from transformers import PreTrainedModel
+
+from .. import hf
+from ..hf import packed
+from ..hf.hook import find_decoder
+from ..hf.load import load_model
+from ..settings import ModelSettings
+from .batches import Batch
+from .config import Config, ConfigError
+from .lora import add_adapter, without_adapter
+from .loss import sliced_loss
+
+
+def set_attention(
+    model: PreTrainedModel, settings: ModelSettings, punctuation: Mapping[str, Any], backend: str
+) -> None:
+    """Makes the model attend by these settings; dense is SDPA, the fastest there is."""
+    if settings.base.policy == "dense":
+        hf.disable(model)
+        model.set_attn_implementation(packed.NAME)
+        return
+    find_decoder(model).config.phsa = settings.to_json()
+    ids = punctuation[settings.base.punctuation] if settings.needs_flags else None
+    hf.enable(model, punctuation=ids, backend=backend, check=False)
+    # enable() calls given ids "custom"; here they are those of the named set.
+    find_decoder(model).config.phsa = settings.to_json()
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Lets PyTorch's one kernel compute the RMS norms that transformers writes as seven; returns how many. On an H200
+    they are a sixth of a step of Qwen3-0.6B otherwise. A norm that is written differently is left alone."""
+
+    def fused(self: nn.Module, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+    count = 0
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if not hasattr(module, "variance_epsilon") or not isinstance(weight, Tensor) or weight.dim() != 1:
+            continue
+        probe = torch.linspace(-3, 2, weight.shape[0], device=weight.device, dtype=weight.dtype)
+        with torch.no_grad():
+            theirs, ours = module(probe).float(), fused(module, probe).float()
+        if float((ours - theirs).norm()) <= 0.02 * float(theirs.norm()):
+            module.forward = types.MethodType(fused, module)
+            count += 1
+    return count
+
+
+def _hidden(self: PreTrainedModel, batch: Batch) -> Tensor:
+    """The last layer's output: (tokens, width)."""
+    out = find_decoder(self)(
+        input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, cu_seq_lens_q=batch.bounds
+    )
+    return out.last_hidden_state[0]
+
+
+def _training_loss(
+    self: PreTrainedModel, batch: Batch, teacher: Tensor | None, teacher_weight: Tensor | None, **weights: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    weight = self.get_output_embeddings().weight
+    if teacher is not None and teacher_weight is None:
+        teacher_weight = weight
+    hidden = _hidden(self, batch)
+    return sliced_loss(hidden, weight, batch.labels, teacher=teacher, teacher_weight=teacher_weight, **weights)
+
+
+class Trainee:
+    """One model on all processes. Calls are collective: every process makes the same ones."""
+
+    def __init__(self, config: Config, punctuation: Mapping[str, Any], device: torch.device, world: int) -> None:
+        self.config = config
+        self.device = device
+        self.settings = config.attention.settings(config.data.length)
+        self.dense = ModelSettings(self.settings.base.replace(policy="dense"))
+        self._punctuation = punctuation
+        dtype = getattr(torch, config.model.dtype)
+        full = config.lora is None
+        # Trained weights are kept in float32; FSDP casts them for the products, on one process too.
+        self._sharded = world > 1 or (full and dtype != torch.float32)
+        model = load_model(config.model.path, torch.float32 if full else dtype)
+        context = model.config.max_position_embeddings
+        if config.data.length > context:
+            raise ConfigError(f"data.length is {config.data.length}; the model's context is {context} tokens")
+        self.name = config.model.path
+        self.teacher: PreTrainedModel | None = None
+        if config.distill.weight and full:
+            self.teacher = copy.deepcopy(model).to(device, dtype).requires_grad_(False).eval()
+            self.teacher.set_attn_implementation(packed.NAME)
+        if not full:
+            assert config.lora is not None
+            add_adapter(model, config.lora, config.seed)
+        model.to(device)
+        model.train()
+        model.config.use_cache = False
+        if device.type == "cuda":
+            fuse_norms(model)
+        if config.model.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Methods of the model, because FSDP gathers the weights only for calls that it knows.
+        model.training_loss = types.MethodType(_training_loss, model)
+        model.hidden = types.MethodType(_hidden, model)
+        self.model = model
+        layers = find_decoder(model).layers
+        if config.model.compile:
+            for layer in layers:
+                layer.compile()
+        if self._sharded:
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if full else None
+            mesh = init_device_mesh(device.type, (world,))
+            options: dict[str, Any] = {"mesh": mesh} | ({"mp_policy": policy} if policy else {})
+            for layer in layers:
+                fully_shard(layer, **options)
+            fully_shard(model, **options)
+            for name in ("training_loss", "hidden"):
+                register_fsdp_forward_method(model, name)
+        self.attend(self.settings)
+
+    def attend(self, settings: ModelSettings) -> None:
+        set_attention(self.model, settings, self._punctuation, self.config.attention.backend)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def _teacher(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """What the untrained model with dense attention makes of a batch, and its output weights if they are others."""
+        if not self.config.distill.weight:
+            return None, None
+        if self.teacher is not None:
+            with torch.no_grad():
+                return _hidden(self.teacher, batch), self.teacher.get_output_embeddings().weight
+        self.attend(self.dense)
+        try:
+            with torch.no_grad(), without_adapter(self.model):
+                return self.model.hidden(batch), None
+        finally:
+            self.attend(self.settings)
+
+    def loss(self, batch: Batch, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss to differentiate (times factor), the sum of the next-token losses, that of the divergences."""
+        teacher, teacher_weight = self._teacher(batch)
+        weights = {"next_token": self.config.distill.next_token, "distill": self.config.distill.weight}
+        return self.model.training_loss(batch, teacher, teacher_weight, factor=factor, **weights)
+
+    @torch.no_grad()
+    def held_out_loss(self, batches: list[Batch], settings: ModelSettings) -> float:
+        """Mean next-token loss with other settings, per token."""
+        self.attend(settings)
+        self.model.eval()
+        try:
+            total = torch.zeros((), dtype=torch.float64)
+            for batch in batches:
+                _, nll, _ = self.model.training_loss(batch.to(self.device), None, None)
+                total += nll.cpu()
+        finally:
+            self.model.train()
+            self.attend(self.settings)
+        return float(total) / sum(batch.predicted for batch in batches)
+
+    def gather_gradients(self, now: bool) -> None:
+        """Gradients of all micro-batches but a step's last need not meet those of the other processes."""
+        if self._sharded:
+            self.model.set_requires_gradient_sync(now)
