@@ -100,11 +100,11 @@ class Model::Batch {
   std::vector<GenerateResult> results_;
 };
 
-Model::Model(const std::string& model, const AttentionChoice& attention, EngineOptions options,
-             const std::string& chat_template, Progress progress)
+Model::Model(const std::string& model, const std::string& adapter, const AttentionChoice& attention,
+             EngineOptions options, const std::string& chat_template, Progress progress)
     : process_(getpid()), asked_context_(options.context), progress_(std::move(progress)) {
   OutsidePython outside;
-  std::unique_ptr<ModelSource> source = ModelSource::Open(ResolveModel(model));
+  std::unique_ptr<ModelSource> source = ModelSource::Open(ResolveModel(model), adapter);
   Tokenizer tokenizer = LoadTokenizer(*source);
   const int32_t context = options.context > 0 ? options.context : source->config().context;
   options.attention = ResolveAttention(attention, source->config(), context);

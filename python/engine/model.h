@@ -40,7 +40,8 @@ class Model {
   // Called with Python's lock held, now and then: what is done, and which share of it.
   using Progress = std::function<void(const char* what, double share)>;
 
-  Model(const std::string& model, const AttentionChoice& attention, EngineOptions options,
+  // `adapter`: the folder of a LoRA adapter; empty: none.
+  Model(const std::string& model, const std::string& adapter, const AttentionChoice& attention, EngineOptions options,
         const std::string& chat_template, Progress progress);
   ~Model();
   Model(const Model&) = delete;

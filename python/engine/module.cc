@@ -57,11 +57,17 @@ const char* ReasonName(StopReason reason) {
 // The engine's messages name the program's flags. Here they are arguments.
 std::string WithArgumentNames(std::string message) {
   constexpr std::pair<const char*, const char*> kNames[] = {
-      {"-c", "context"},        {"--kv-type", "kv_type"},
-      {"--weights", "weights"}, {"--chat-template", "chat_template"},
-      {"--chunk", "chunk"},     {"--temp", "temperature"},
-      {"--top-k", "top_k"},     {"--top-p", "top_p"},
-      {"--min-p", "min_p"},     {"--repeat-penalty", "repetition_penalty"},
+      {"-c", "context"},
+      {"--kv-type", "kv_type"},
+      {"--weights", "weights"},
+      {"--chat-template", "chat_template"},
+      {"--adapter", "adapter"},
+      {"--chunk", "chunk"},
+      {"--temp", "temperature"},
+      {"--top-k", "top_k"},
+      {"--top-p", "top_p"},
+      {"--min-p", "min_p"},
+      {"--repeat-penalty", "repetition_penalty"},
   };
   for (const auto& [flag, argument] : kNames) {
     const std::string_view word = flag;
@@ -162,9 +168,9 @@ void BindEngine(nb::module_& m) {
   nb::class_<Model>(m, "Engine")
       .def(
           "__init__",
-          [](Model* self, const std::string& model, const AttentionChoice& attention, int32_t context,
-             int32_t cache_tokens, int32_t threads, const std::string& weights, const std::string& kv_type,
-             int32_t chunk, const std::string& chat_template, const nb::object& progress) {
+          [](Model* self, const std::string& model, const AttentionChoice& attention, const std::string& adapter,
+             int32_t context, int32_t cache_tokens, int32_t threads, const std::string& weights,
+             const std::string& kv_type, int32_t chunk, const std::string& chat_template, const nb::object& progress) {
             EngineOptions options;
             options.weights = WeightsModeFromName(weights);
             if (kv_type != "auto") options.kv_dtype = KvTypeFromName(kv_type);
@@ -172,10 +178,10 @@ void BindEngine(nb::module_& m) {
             options.cache_tokens = cache_tokens;
             options.threads = threads;
             options.chunk = chunk;
-            new (self) Model(model, attention, options, chat_template, ToProgress(progress));
+            new (self) Model(model, adapter, attention, options, chat_template, ToProgress(progress));
           },
-          "model"_a, "attention"_a, nb::kw_only(), "context"_a, "cache_tokens"_a, "threads"_a, "weights"_a, "kv_type"_a,
-          "chunk"_a, "chat_template"_a, "progress"_a.none())
+          "model"_a, "attention"_a, nb::kw_only(), "adapter"_a, "context"_a, "cache_tokens"_a, "threads"_a, "weights"_a,
+          "kv_type"_a, "chunk"_a, "chat_template"_a, "progress"_a.none())
       .def_prop_ro("name", [](const Model& model) { return model.config().name; })
       .def_prop_ro("context", [](const Model& model) { return model.plan().context; })
       .def_prop_ro("cache_tokens", [](const Model& model) { return model.plan().cache_tokens; })

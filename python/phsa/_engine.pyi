@@ -73,6 +73,7 @@ class Engine:
         model: str,
         attention: AttentionChoice,
         *,
+        adapter: str,
         context: int,
         cache_tokens: int,
         threads: int,

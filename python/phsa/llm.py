@@ -109,6 +109,9 @@ class LLM:
     ``group_reduce`` what docs/settings.md describes; ``settings`` brings all of that in one, from a file or a mapping,
     by layer where wanted. What is not given is the model's own, else the paper's preset for the context.
 
+    ``adapter`` is the folder of a LoRA adapter in PEFT's form (docs/adapters.md); the settings that it carries count as
+    the model's own.
+
     ``context`` is the longest text in tokens (0: the model's, or as much of it as fits into memory) and
     ``cache_tokens`` what is kept of all texts together (0: one longest text). ``weights`` and ``kv_type`` say how
     precisely (docs/engine.md), ``chunk`` how many tokens of a prompt are read in one step, ``chat_template`` which
@@ -119,6 +122,7 @@ class LLM:
         self,
         model: str | os.PathLike[str],
         *,
+        adapter: str | os.PathLike[str] | None = None,
         attention: str = "auto",
         top_k: int | None = None,
         lam: float | None = None,
@@ -144,6 +148,7 @@ class LLM:
             self._engine = engine.Engine(
                 _text("model", os.fspath(model)),
                 choice,
+                adapter="" if adapter is None else _text("adapter", os.fspath(adapter)),
                 context=_whole("context", context),
                 cache_tokens=_whole("cache_tokens", cache_tokens),
                 threads=_whole("threads", threads),

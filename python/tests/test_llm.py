@@ -113,6 +113,35 @@ def test_logits_are_those_of_transformers(llm: phsa.LLM, folder: Path) -> None:
     assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
 
 
+def test_an_adapter_is_applied_and_its_settings_are_taken(folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="the package peft makes the adapter")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    adapted.save_pretrained(tmp_path)
+    ids = np.arange(100, 200, dtype=np.int32)
+    with torch.no_grad():
+        want = adapted(torch.from_numpy(ids.astype(np.int64))[None]).logits[0].numpy()
+        with adapted.disable_adapter():
+            assert np.abs(adapted(torch.from_numpy(ids.astype(np.int64))[None]).logits[0].numpy() - want).max() > 0.1
+    llm = phsa.LLM(folder, adapter=tmp_path, **F32)
+    assert llm.attention["attention"] == "dense"
+    assert np.abs(llm.logits(ids) - want).max() < 1e-4 * np.abs(want).max()
+    (tmp_path / "phsa.json").write_text('{"attention": "phsa", "top_k": 3}')
+    assert phsa.LLM(folder, adapter=str(tmp_path), **F32).attention["top_k"] == 3
+    with pytest.raises(ValueError, match="is no folder"):
+        phsa.LLM(folder, adapter=tmp_path / "absent")
+    with pytest.raises(TypeError):
+        phsa.LLM(folder, adapter=5)  # type: ignore[arg-type]
+
+
 def test_tokens_and_templates_are_those_of_transformers(llm: phsa.LLM, folder: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -51,4 +51,39 @@ void NewFile::Fail() const {
   Throw(PHSA_IO, "{}: cannot be written: {}; free some space or give another place", path_, std::strerror(errno));
 }
 
+NewFolder::NewFolder(const std::filesystem::path& path, bool replace)
+    : path_(path.has_filename() ? path : path.parent_path()),  // "folder/" is "folder"
+      temporary_(fmt::format("{}.{}.part", path_.string(), getpid())) {
+  std::error_code error;
+  const bool exists = std::filesystem::exists(path_, error);
+  if (exists && !std::filesystem::is_directory(path_, error)) {
+    ThrowInvalid("{}: is a file; give the name of a folder", path_.string());
+  }
+  if (exists && !replace) ThrowInvalid("{}: is there already", path_.string());
+  std::filesystem::remove_all(temporary_, error);
+  if (!std::filesystem::create_directory(temporary_, error)) {
+    Throw(PHSA_IO, "{}: cannot be made: {}; give another place", temporary_.string(), error.message());
+  }
+}
+
+NewFolder::~NewFolder() {
+  std::error_code ignored;
+  if (!kept_) std::filesystem::remove_all(temporary_, ignored);
+}
+
+void NewFolder::Keep() {
+  const std::filesystem::path old = fmt::format("{}.{}.old", path_.string(), getpid());
+  std::error_code error;
+  const bool replaces = std::filesystem::exists(path_, error);
+  if (replaces) std::filesystem::rename(path_, old, error);
+  if (!error) std::filesystem::rename(temporary_, path_, error);
+  if (error) {
+    const std::string reason = error.message();
+    if (replaces) std::filesystem::rename(old, path_, error);
+    Throw(PHSA_IO, "{}: cannot be put in its place: {}", path_.string(), reason);
+  }
+  kept_ = true;
+  if (replaces) std::filesystem::remove_all(old, error);
+}
+
 }  // namespace phsa

@@ -30,6 +30,23 @@ class NewFile {
   int descriptor_ = -1;
 };
 
+// A folder likewise: its files are written into place(), beside where it will be.
+class NewFolder {
+ public:
+  // `replace`: a folder that is there already is moved away when this one is kept, and removed; else it is refused.
+  NewFolder(const std::filesystem::path& path, bool replace);
+  ~NewFolder();  // what was not kept is removed; a folder that was there before stays as it was
+  NewFolder(const NewFolder&) = delete;
+  NewFolder& operator=(const NewFolder&) = delete;
+
+  const std::filesystem::path& place() const { return temporary_; }
+  void Keep();
+
+ private:
+  std::filesystem::path path_, temporary_;
+  bool kept_ = false;
+};
+
 }  // namespace phsa
 
 #endif  // PHSA_BASE_NEW_FILE_H_

@@ -231,6 +231,13 @@ class GgufFile::Reader {
   std::string what_ = "the header";
 };
 
+uint32_t GgufTypeNumber(TensorType type) {
+  const auto* const found = std::find_if(std::begin(kFileTypes), std::end(kFileTypes),
+                                         [&](const FileType& known) { return known.type == type; });
+  PHSA_CHECK(found != std::end(kFileTypes));
+  return found->number;
+}
+
 bool HasGgufMagic(const MappedFile& file) {
   return file.size() >= sizeof(kMagic) && std::memcmp(file.data(), kMagic, sizeof(kMagic)) == 0;
 }

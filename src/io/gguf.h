@@ -84,6 +84,9 @@ class GgufFile {
   std::map<std::string_view, size_t> tensor_by_name_;
 };
 
+// GGML's number of a type.
+uint32_t GgufTypeNumber(TensorType type);
+
 bool HasGgufMagic(const MappedFile& file);
 
 // The value as one short line of printable ASCII.

@@ -7,6 +7,7 @@
 
 #include "base/errors.h"
 #include "io/gguf.h"
+#include "io/gguf_names.h"
 #include "io/source.h"
 
 namespace phsa {
@@ -14,43 +15,6 @@ namespace {
 
 constexpr double kMaxRopeBase = 1e15;
 constexpr double kMaxFactor = 1e6;
-
-struct NamePair {
-  std::string_view gguf, hugging_face;
-};
-constexpr NamePair kModelNames[] = {
-    {"token_embd.weight", "model.embed_tokens.weight"},
-    {"output_norm.weight", "model.norm.weight"},
-    {"output.weight", "lm_head.weight"},
-};
-// After "blk.N." and "model.layers.N."; each may have a weight and a bias.
-constexpr NamePair kLayerNames[] = {
-    {"attn_norm", "input_layernorm"},    {"attn_q", "self_attn.q_proj"},
-    {"attn_k", "self_attn.k_proj"},      {"attn_v", "self_attn.v_proj"},
-    {"attn_output", "self_attn.o_proj"}, {"attn_q_norm", "self_attn.q_norm"},
-    {"attn_k_norm", "self_attn.k_norm"}, {"ffn_norm", "post_attention_layernorm"},
-    {"ffn_gate", "mlp.gate_proj"},       {"ffn_up", "mlp.up_proj"},
-    {"ffn_down", "mlp.down_proj"},
-};
-
-// Hugging Face's name of a tensor, or its own where there is none.
-std::string HuggingFaceName(std::string_view name) {
-  for (const NamePair& pair : kModelNames) {
-    if (name == pair.gguf) return std::string(pair.hugging_face);
-  }
-  constexpr std::string_view kPrefix = "blk.";
-  if (!name.starts_with(kPrefix)) return std::string(name);
-  const std::string_view rest = name.substr(kPrefix.size());
-  const size_t first_dot = rest.find('.');
-  const size_t last_dot = rest.rfind('.');
-  if (first_dot == std::string_view::npos || last_dot <= first_dot) return std::string(name);
-  const std::string_view layer = rest.substr(0, first_dot);
-  const std::string_view part = rest.substr(first_dot + 1, last_dot - first_dot - 1);
-  for (const NamePair& pair : kLayerNames) {
-    if (part == pair.gguf) return fmt::format("model.layers.{}.{}{}", layer, pair.hugging_face, rest.substr(last_dot));
-  }
-  return std::string(name);
-}
 
 // Tokens that end a turn or a text in the models we know. A GGUF file names one end token, where a Hugging Face folder
 // lists all of them in generation_config.json.

@@ -1,5 +1,8 @@
 #include "io/hf_config.h"
 
+#include <algorithm>
+#include <cmath>
+#include <numbers>
 #include <utility>
 
 #include "base/errors.h"
@@ -12,10 +15,11 @@ constexpr double kMaxRopeBase = 1e15;
 constexpr double kMaxFactor = 1e6;
 constexpr size_t kMaxEndTokens = 1024;
 
+constexpr std::pair<const char*, const char*> kClasses[] = {
+    {"LlamaForCausalLM", "llama"}, {"Qwen2ForCausalLM", "qwen2"}, {"Qwen3ForCausalLM", "qwen3"}};
+
 // By model_type where it is there, else by the class in architectures.
 std::string ReadArchitecture(const JsonFields& fields) {
-  constexpr std::pair<const char*, const char*> kClasses[] = {
-      {"LlamaForCausalLM", "llama"}, {"Qwen2ForCausalLM", "qwen2"}, {"Qwen3ForCausalLM", "qwen3"}};
   if (const Json* classes = fields.Find("architectures"); classes != nullptr && classes->is_array()) {
     for (const Json& item : *classes) {
       for (const auto& [name, architecture] : kClasses) {
@@ -129,7 +133,111 @@ std::optional<std::vector<int32_t>> ReadEndTokens(const JsonFields& fields) {
   return out;
 }
 
+// GGUF keeps Llama 3's scaling as the numbers that it divides the frequencies by. All models of that family blend
+// between 1 and 4 turns; the factor, and the context that they were first trained for, are found from the numbers.
+std::optional<RopeScaling> Llama3ScalingOf(const ModelConfig& config) {
+  const std::vector<float>& divisors = config.rope_scaling.frequency_factors;
+  if (config.rope_scaling.kind != RopeScaling::Kind::kNone) return std::nullopt;
+  RopeScaling scaling;
+  scaling.kind = RopeScaling::Kind::kLlama3;
+  scaling.factor = divisors.back();
+  scaling.low_freq_factor = 1;
+  scaling.high_freq_factor = 4;
+  const auto explains = [&](double context) {
+    for (size_t i = 0; i < divisors.size(); ++i) {
+      const double frequency = std::pow(double{config.rope_base}, -2.0 * static_cast<double>(i) / config.head_dim);
+      const double turns = context * frequency / (2 * std::numbers::pi);
+      const double smooth = std::clamp((turns - 1.0) / 3.0, 0.0, 1.0);
+      const double divisor = 1 / ((1 - smooth) / double{scaling.factor} + smooth);
+      if (std::fabs(divisor - double{divisors[i]}) > 1e-4 * divisor) return false;
+    }
+    return true;
+  };
+  for (int32_t context = 64; context <= 1 << 20; context *= 2) {
+    scaling.original_context = context;
+    if (explains(context)) return scaling;
+  }
+  return std::nullopt;
+}
+
+// 1e-05 and not 9.999999747378752e-06.
+double Shortest(float value) { return std::stod(fmt::format("{}", value)); }
+
+Json MakeRopeScaling(const RopeScaling& scaling) {
+  switch (scaling.kind) {
+    case RopeScaling::Kind::kNone: return nullptr;
+    case RopeScaling::Kind::kLinear: return {{"rope_type", "linear"}, {"factor", Shortest(scaling.factor)}};
+    case RopeScaling::Kind::kLlama3:
+      return {{"rope_type", "llama3"},
+              {"factor", Shortest(scaling.factor)},
+              {"low_freq_factor", Shortest(scaling.low_freq_factor)},
+              {"high_freq_factor", Shortest(scaling.high_freq_factor)},
+              {"original_max_position_embeddings", scaling.original_context}};
+    case RopeScaling::Kind::kYarn: {
+      Json json = {{"rope_type", "yarn"},
+                   {"factor", Shortest(scaling.factor)},
+                   {"original_max_position_embeddings", scaling.original_context},
+                   {"beta_fast", Shortest(scaling.beta_fast)},
+                   {"beta_slow", Shortest(scaling.beta_slow)}};
+      if (scaling.attention_factor) json["attention_factor"] = Shortest(*scaling.attention_factor);
+      return json;
+    }
+  }
+  return nullptr;
+}
+
 }  // namespace
+
+Json MakeHfConfig(const ModelConfig& config, bool attention_bias, bool mlp_bias) {
+  Json json;
+  for (const auto& [name, architecture] : kClasses) {
+    if (config.architecture == architecture) json["architectures"] = {name};
+  }
+  json["model_type"] = config.architecture;
+  json["num_hidden_layers"] = config.num_layers;
+  json["hidden_size"] = config.hidden;
+  json["intermediate_size"] = config.intermediate;
+  json["vocab_size"] = config.vocab_size;
+  json["max_position_embeddings"] = config.context;
+  json["num_attention_heads"] = config.num_q_heads;
+  json["num_key_value_heads"] = config.num_kv_heads;
+  json["head_dim"] = config.head_dim;
+  json["rms_norm_eps"] = Shortest(config.rms_eps);
+  json["hidden_act"] = "silu";
+  json["tie_word_embeddings"] = config.tied_embeddings;
+  json["rope_theta"] = Shortest(config.rope_base);
+  RopeScaling scaling = config.rope_scaling;
+  if (!scaling.frequency_factors.empty()) {
+    const std::optional<RopeScaling> llama3 = Llama3ScalingOf(config);
+    if (!llama3) {
+      Throw(PHSA_UNSUPPORTED,
+            "rope_freqs.weight is not Llama 3's scaling, and config.json has no word for another; "
+            "a GGUF file can be written");
+    }
+    scaling = *llama3;
+  }
+  json["rope_scaling"] = MakeRopeScaling(scaling);
+  if (config.architecture != "qwen2") json["attention_bias"] = attention_bias;
+  if (config.architecture == "llama") json["mlp_bias"] = mlp_bias;
+  if (!config.eos_ids.empty()) json["eos_token_id"] = config.eos_ids.front();
+  return json;
+}
+
+Json MakeHfGenerationConfig(const ModelConfig& config, int32_t bos) {
+  Json json = Json::object();
+  if (bos >= 0) json["bos_token_id"] = bos;
+  if (!config.eos_ids.empty()) json["eos_token_id"] = config.eos_ids;
+  const auto add = [&](const char* key, const std::optional<float>& value) {
+    if (value) json[key] = Shortest(*value);
+  };
+  if (config.temperature) json["do_sample"] = *config.temperature > 0;
+  if (config.temperature.value_or(0) > 0) json["temperature"] = Shortest(*config.temperature);
+  if (config.top_k) json["top_k"] = *config.top_k;
+  add("top_p", config.top_p);
+  add("min_p", config.min_p);
+  add("repetition_penalty", config.repetition_penalty);
+  return json;
+}
 
 ModelConfig ReadHfConfig(const Json& json, const std::string& path) {
   const JsonFields fields(json, path);

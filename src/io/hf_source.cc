@@ -47,6 +47,9 @@ class HfSource final : public ModelSource {
     if (!Exists(config_path)) {
       const std::string gguf = GgufIn(folder);
       if (!gguf.empty()) ThrowInvalid("{}: has no config.json, but a GGUF model: give {}", path_, gguf);
+      if (IsAdapterFolder(folder)) {
+        ThrowInvalid("{}: is a LoRA adapter: give its folder with --adapter, and the model that it is for", path_);
+      }
       ThrowInvalid("{}: has no config.json: give a Hugging Face folder or a .gguf file", path_);
     }
     config_json_ = ReadJsonFile(config_path, kMaxConfigBytes);

@@ -18,10 +18,14 @@ Json ReadJsonFile(const std::filesystem::path& path, size_t limit) {
   const std::string name = path.string();
   const std::string text = ReadTextFile(path, limit);
   if (text.empty()) ThrowInvalid("{}: is empty (0 bytes): fetch it again", name);
+  return ParseJsonObject(text, name);
+}
+
+Json ParseJsonObject(std::string_view text, const std::string& place) {
   std::vector<std::set<std::string>> keys;
   const auto watch = [&](int depth, Json::parse_event_t event, Json& parsed) {
     if (event == Json::parse_event_t::object_start || event == Json::parse_event_t::array_start) {
-      if (depth >= kMaxDepth) ThrowInvalid("{}: is nested deeper than {} levels", name, kMaxDepth);
+      if (depth >= kMaxDepth) ThrowInvalid("{}: is nested deeper than {} levels", place, kMaxDepth);
     }
     if (event == Json::parse_event_t::object_start) {
       keys.emplace_back();
@@ -29,18 +33,18 @@ Json ReadJsonFile(const std::filesystem::path& path, size_t limit) {
       keys.pop_back();
     } else if (event == Json::parse_event_t::key) {
       const std::string& key = parsed.get_ref<const std::string&>();
-      if (!keys.back().insert(key).second) ThrowInvalid("{}: the key {} is there twice", name, Quoted(key));
+      if (!keys.back().insert(key).second) ThrowInvalid("{}: the key {} is there twice", place, Quoted(key));
     }
     return true;
   };
   try {
     Json out = Json::parse(text.begin(), text.end(), watch);
-    if (!out.is_object()) ThrowInvalid("{}: is not a JSON object", name);
+    if (!out.is_object()) ThrowInvalid("{}: is not a JSON object", place);
     return out;
   } catch (const Json::parse_error& error) {
-    ThrowInvalid("{}: is not valid JSON at offset {}", name, error.byte);
+    ThrowInvalid("{}: is not valid JSON at offset {}", place, error.byte);
   } catch (const Json::out_of_range&) {
-    ThrowInvalid("{}: holds a number that is too large", name);
+    ThrowInvalid("{}: holds a number that is too large", place);
   }
 }
 

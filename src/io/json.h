@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <string_view>
 
 namespace phsa {
 
@@ -15,6 +16,8 @@ using Json = nlohmann::json;
 // The object in the file. Refuses what is not valid JSON, not an object, nested deeper than any such file is, or has a
 // key twice (the parser alone would keep the last).
 Json ReadJsonFile(const std::filesystem::path& path, size_t limit);
+// The same of a text; `place` is for messages.
+Json ParseJsonObject(std::string_view text, const std::string& place);
 
 // A value as it may appear in a message. Lists and objects are named only: they may be of any size.
 std::string JsonText(const Json& value);

@@ -56,7 +56,9 @@ void CheckEmbedding(const ModelSource& source, std::string_view name_in_file) {
   }
 }
 
-std::unique_ptr<ModelSource> ModelSource::Open(const std::filesystem::path& path) {
+namespace {
+
+std::unique_ptr<ModelSource> OpenAlone(const std::filesystem::path& path) {
   std::error_code ignored;
   if (std::filesystem::is_directory(path, ignored)) return OpenHuggingFace(path);
   MappedFile file(path);
@@ -65,6 +67,23 @@ std::unique_ptr<ModelSource> ModelSource::Open(const std::filesystem::path& path
     ThrowInvalid("{}: is one file of a Hugging Face model: give the folder that it is in", file.path());
   }
   return OpenGguf(std::move(file));
+}
+
+}  // namespace
+
+std::unique_ptr<ModelSource> ModelSource::Open(const std::filesystem::path& path,
+                                               const std::filesystem::path& adapter) {
+  std::unique_ptr<ModelSource> source = OpenAlone(path);
+  if (adapter.empty()) return source;
+  Adapter::Base base{source->path(), source->config().num_layers, {}};
+  base.shape = [&](const std::string& name) {
+    const Tensor* const tensor = source->Find(name);
+    return tensor != nullptr ? tensor->shape : std::vector<int64_t>();
+  };
+  source->adapter_ = Adapter::Open(adapter, base);
+  const std::string& settings = source->adapter_->phsa_settings();
+  if (!settings.empty()) source->config_.phsa_settings = settings;
+  return source;
 }
 
 }  // namespace phsa

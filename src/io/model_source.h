@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "io/adapter.h"
 #include "io/tensor.h"
 
 namespace phsa {
@@ -41,7 +42,8 @@ struct ModelConfig {
   // llama, and not over halves (i, i + head_dim / 2), as Hugging Face does: row 2i + j of the file's head is row
   // i + j · head_dim / 2 of ours.
   bool interleaved_rope_rows = false;
-  std::string phsa_settings;  // config.json's "phsa" object or GGUF's phsa.settings, as JSON text; empty: none
+  // The adapter's phsa.json, else config.json's "phsa" object or GGUF's phsa.settings, as JSON text; empty: none.
+  std::string phsa_settings;
 
   // What generation_config.json or the GGUF metadata recommend.
   std::vector<int32_t> eos_ids;
@@ -65,13 +67,16 @@ class ModelSource {
   // A .gguf file (by its magic, whatever its name) or a folder with config.json. Checks everything that can be checked
   // without a model: sizes, offsets, overlaps, types, that all required configuration is there and in range. Throws
   // phsa::Error: one line, what is wrong in which file at which offset, and what to do.
-  static std::unique_ptr<ModelSource> Open(const std::filesystem::path& path);
+  // `adapter`: the folder of a LoRA adapter that belongs to the model from then on; empty: none.
+  static std::unique_ptr<ModelSource> Open(const std::filesystem::path& path,
+                                           const std::filesystem::path& adapter = {});
   virtual ~ModelSource() = default;
 
   const ModelConfig& config() const { return config_; }
   const std::string& path() const { return path_; }
   const std::string& format() const { return format_; }  // "GGUF v3", "Hugging Face, 2 safetensors files"
   uint64_t file_bytes() const { return file_bytes_; }
+  const Adapter* adapter() const { return adapter_.get(); }  // null: none
   // By Hugging Face's name ("model.layers.0.self_attn.q_proj.weight"); null where there is none.
   virtual const Tensor* Find(std::string_view name) const = 0;
   virtual std::vector<const Tensor*> Tensors() const = 0;  // all, in the file's order
@@ -90,6 +95,7 @@ class ModelSource {
   ModelConfig config_;
   std::string path_, format_, tokenizer_config_, chat_template_;
   uint64_t file_bytes_ = 0;
+  std::unique_ptr<Adapter> adapter_;
   std::optional<GgufTokenizer> gguf_tokenizer_;
   std::optional<std::filesystem::path> tokenizer_json_;
 };

@@ -9,13 +9,10 @@
 namespace phsa {
 namespace {
 
-// A tensor that the architecture has, and where it goes.
-struct Place {
-  std::string name;
-  int64_t rows = 0, cols = 0;  // of a matrix; a vector has rows = 0
+// Where a tensor goes: into a matrix or a vector.
+struct Place : ModelTensor {
   Matrix* matrix = nullptr;
   Vector* vector = nullptr;
-  bool interleaved_heads = false;  // rows of q and k that GGUF stores for RoPE over neighbours
 };
 
 const Tensor* FindChecked(const ModelSource& source, const std::string& name, int64_t rows, int64_t cols,
@@ -36,18 +33,20 @@ const Tensor* FindChecked(const ModelSource& source, const std::string& name, in
 }
 
 // Every tensor of the model with its place in `weights`, whose layers are made here.
-std::vector<std::pair<const Tensor*, Place>> Places(const ModelSource& source, Weights& weights) {
+std::vector<Place> Places(const ModelSource& source, Weights& weights) {
   const ModelConfig& config = source.config();
   const Architecture& architecture = ArchitectureOf(config);
-  std::vector<std::pair<const Tensor*, Place>> places;
+  std::vector<Place> places;
   const auto matrix = [&](const std::string& name, int64_t rows, int64_t cols, Matrix& to, bool interleaved = false) {
-    places.emplace_back(FindChecked(source, name, rows, cols, Presence::kRequired),
-                        Place{name, rows, cols, &to, nullptr, interleaved && config.interleaved_rope_rows});
+    places.push_back({{name, FindChecked(source, name, rows, cols, Presence::kRequired), rows, cols,
+                       interleaved && config.interleaved_rope_rows},
+                      &to,
+                      nullptr});
   };
   const auto vector = [&](const std::string& name, int64_t size, Vector& to, Presence presence,
                           bool interleaved = false) {
     if (const Tensor* const tensor = FindChecked(source, name, 0, size, presence)) {
-      places.emplace_back(tensor, Place{name, 0, size, nullptr, &to, interleaved && config.interleaved_rope_rows});
+      places.push_back({{name, tensor, 0, size, interleaved && config.interleaved_rope_rows}, nullptr, &to});
     }
   };
   const int64_t hidden = config.hidden, intermediate = config.intermediate;
@@ -83,14 +82,6 @@ std::vector<std::pair<const Tensor*, Place>> Places(const ModelSource& source, W
   return places;
 }
 
-// The row of the file that holds our row, where the heads' rows lie for RoPE over neighbours.
-int64_t FileRow(const Place& place, const ModelConfig& config, int64_t row) {
-  if (!place.interleaved_heads) return row;
-  const int64_t half = config.head_dim / 2;
-  const int64_t head = row / config.head_dim, i = row % config.head_dim;
-  return head * config.head_dim + (i < half ? 2 * i : 2 * (i - half) + 1);
-}
-
 void PackRow(const Tensor& tensor, int64_t file_row, int64_t cols, int32_t row, Matrix& matrix,
              std::vector<float>& values, std::vector<uint8_t>& codes, std::vector<float>& scales) {
   const auto row_bytes =
@@ -114,16 +105,15 @@ void PackRow(const Tensor& tensor, int64_t file_row, int64_t cols, int32_t row, 
   matrix.SetRow(row, values.data());
 }
 
-void LoadMatrix(const Tensor& tensor, const Place& place, const ModelConfig& config, WeightsMode mode,
-                ThreadPool& threads) {
+void LoadMatrix(const Place& place, const ModelConfig& config, WeightsMode mode, ThreadPool& threads) {
   Matrix& matrix = *place.matrix;
-  matrix = Matrix(PackedType(tensor.type, mode), static_cast<int32_t>(place.rows), static_cast<int32_t>(place.cols));
+  matrix =
+      Matrix(PackedType(place.tensor->type, mode), static_cast<int32_t>(place.rows), static_cast<int32_t>(place.cols));
   struct Job {
-    const Tensor& tensor;
     const Place& place;
     const ModelConfig& config;
     Matrix& matrix;
-  } job{tensor, place, config, matrix};
+  } job{place, config, matrix};
   constexpr int32_t kRows = 8 * kPanelRows;
   const auto tasks = static_cast<int32_t>((place.rows + kRows - 1) / kRows);
   threads.Run(
@@ -134,19 +124,89 @@ void LoadMatrix(const Tensor& tensor, const Place& place, const ModelConfig& con
         std::vector<uint8_t> codes;
         const int64_t end = std::min<int64_t>(work.place.rows, int64_t{task + 1} * kRows);
         for (int64_t row = int64_t{task} * kRows; row < end; ++row) {
-          PackRow(work.tensor, FileRow(work.place, work.config, row), work.place.cols, static_cast<int32_t>(row),
+          PackRow(*work.place.tensor, FileRow(work.place, work.config, row), work.place.cols, static_cast<int32_t>(row),
                   work.matrix, values, codes, scales);
         }
       },
       &job);
 }
 
-void LoadVector(const Tensor& tensor, const Place& place, const ModelConfig& config) {
+void LoadVector(const Place& place, const ModelConfig& config) {
   Vector file(static_cast<size_t>(place.cols));
-  Dequantize(tensor.type, tensor.data, place.cols, file.data());
+  Dequantize(place.tensor->type, place.tensor->data, place.cols, file.data());
   place.vector->resize(file.size());
   for (int64_t i = 0; i < place.cols; ++i) {
     (*place.vector)[static_cast<size_t>(i)] = file[static_cast<size_t>(FileRow(place, config, i))];
+  }
+}
+
+// The products of a layer by what they read, and what an adapter adds to them.
+struct AdapterGroup {
+  std::vector<const char*> names;  // after "model.layers.N.", in the order of LowRank::Part::output
+  LowRank LayerWeights::*adapter;
+};
+const std::vector<AdapterGroup>& AdapterGroups() {
+  static const std::vector<AdapterGroup> groups = {
+      {{"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, &LayerWeights::qkv_adapter},
+      {{"self_attn.o_proj"}, &LayerWeights::o_adapter},
+      {{"mlp.gate_proj", "mlp.up_proj"}, &LayerWeights::gate_up_adapter},
+      {{"mlp.down_proj"}, &LayerWeights::down_adapter}};
+  return groups;
+}
+
+// An adapter is small, and rounding it to 8 bits would save nothing.
+WeightType AdapterType(WeightsMode mode) {
+  return PackedType(TensorType::kF32, mode == WeightsMode::kInt8 ? WeightsMode::kAuto : mode);
+}
+
+// Calls `use` with each matrix of the adapter that a group of a layer has, and where it is in the group.
+template <class Use>
+void ForEachOf(const Adapter& adapter, const AdapterGroup& group, size_t layer, const Use& use) {
+  for (size_t i = 0; i < group.names.size(); ++i) {
+    const LowRankTensors* const found = adapter.Find(fmt::format("model.layers.{}.{}.weight", layer, group.names[i]));
+    if (found != nullptr) use(*found, i);
+  }
+}
+
+int32_t RowsOf(const Adapter& adapter, const AdapterGroup& group, size_t layer) {
+  int64_t rows = 0;
+  ForEachOf(adapter, group, layer, [&](const LowRankTensors& one, size_t) { rows += one.rank(); });
+  return static_cast<int32_t>(rows);
+}
+
+AdapterSizes SizesOf(const Adapter& adapter, size_t num_layers) {
+  AdapterSizes sizes;
+  for (size_t layer = 0; layer < num_layers; ++layer) {
+    for (const AdapterGroup& group : AdapterGroups()) {
+      sizes.rows = std::max(sizes.rows, RowsOf(adapter, group, layer));
+      ForEachOf(adapter, group, layer,
+                [&](const LowRankTensors& one, size_t) { sizes.ranks.insert(static_cast<int32_t>(one.rank())); });
+    }
+  }
+  return sizes;
+}
+
+void LoadAdapter(const Adapter& adapter, WeightType type, Weights& weights) {
+  weights.adapter = SizesOf(adapter, weights.layers.size());
+  for (size_t layer = 0; layer < weights.layers.size(); ++layer) {
+    for (const AdapterGroup& group : AdapterGroups()) {
+      const int32_t rows = RowsOf(adapter, group, layer);
+      if (rows == 0) continue;
+      LowRank& to = weights.layers[layer].*group.adapter;
+      int32_t first = 0;
+      ForEachOf(adapter, group, layer, [&](const LowRankTensors& one, size_t output) {
+        const auto rank = static_cast<int32_t>(one.rank()), cols = static_cast<int32_t>(one.a.shape[1]);
+        const std::vector<float> a = ReadLowRank(one.a);
+        std::vector<float> b = ReadLowRank(one.b);
+        for (float& value : b) value *= one.scale;
+        if (first == 0) to.a = Matrix(type, rows, cols);
+        for (int32_t row = 0; row < rank; ++row) to.a.SetRow(first + row, a.data() + int64_t{row} * cols);
+        LowRank::Part part{output, first, Matrix(type, static_cast<int32_t>(one.b.shape[0]), rank)};
+        for (int32_t row = 0; row < part.b.rows(); ++row) part.b.SetRow(row, b.data() + int64_t{row} * rank);
+        to.parts.push_back(std::move(part));
+        first += rank;
+      });
+    }
   }
 }
 
@@ -214,20 +274,48 @@ const Architecture& ArchitectureOf(const ModelConfig& config) {
         Quoted(config.architecture));
 }
 
+std::vector<ModelTensor> ModelTensors(const ModelSource& source) {
+  Weights weights;
+  const std::vector<Place> places = Places(source, weights);
+  return {places.begin(), places.end()};
+}
+
+int64_t FileRow(const ModelTensor& tensor, const ModelConfig& config, int64_t row) {
+  if (!tensor.interleaved_heads) return row;
+  const int64_t half = config.head_dim / 2;
+  const int64_t head = row / config.head_dim, i = row % config.head_dim;
+  return head * config.head_dim + (i < half ? 2 * i : 2 * (i - half) + 1);
+}
+
 WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode) {
   Weights weights;
   WeightsPlan plan;
   std::set<std::string> types;
-  for (const auto& [tensor, place] : Places(source, weights)) {
+  for (const Place& place : Places(source, weights)) {
     if (place.vector != nullptr) {
       plan.bytes += static_cast<uint64_t>(place.cols) * sizeof(float);
       continue;
     }
-    const WeightType type = PackedType(tensor->type, mode);
+    const WeightType type = PackedType(place.tensor->type, mode);
     types.insert(WeightTypeName(type));
     plan.bytes += Matrix::Bytes(type, static_cast<int32_t>(place.rows), static_cast<int32_t>(place.cols));
   }
   plan.types = fmt::format("{}", fmt::join(types, ", "));
+  if (const Adapter* const adapter = source.adapter()) {
+    const WeightType type = AdapterType(mode);
+    plan.adapter = SizesOf(*adapter, weights.layers.size());
+    for (size_t layer = 0; layer < weights.layers.size(); ++layer) {
+      for (const AdapterGroup& group : AdapterGroups()) {
+        ForEachOf(*adapter, group, layer, [&](const LowRankTensors& one, size_t) {
+          const auto rank = static_cast<int32_t>(one.rank());
+          // The rows of A lie together and fill one panel more at most, as they do here.
+          plan.bytes += Matrix::Bytes(type, rank, static_cast<int32_t>(one.a.shape[1])) +
+                        Matrix::Bytes(type, static_cast<int32_t>(one.b.shape[0]), rank);
+        });
+      }
+    }
+    plan.types += fmt::format("; adapter {}", WeightTypeName(type));
+  }
   return plan;
 }
 
@@ -236,17 +324,21 @@ Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& thr
   const auto places = Places(source, weights);
   weights.activations = ChooseActivations(mode);
   uint64_t total = 0, done = 0;
-  for (const auto& [tensor, place] : places) total += tensor->bytes;
-  for (const auto& [tensor, place] : places) {
+  for (const Place& place : places) total += place.tensor->bytes;
+  for (const Place& place : places) {
     if (place.matrix != nullptr) {
-      LoadMatrix(*tensor, place, source.config(), mode, threads);
+      LoadMatrix(place, source.config(), mode, threads);
     } else {
-      LoadVector(*tensor, place, source.config());
+      LoadVector(place, source.config());
     }
     // What was repacked is not read again: without this, file and packed weights would both stay in memory.
-    source.Release(*tensor);
-    done += tensor->bytes;
+    source.Release(*place.tensor);
+    done += place.tensor->bytes;
     if (!progress(static_cast<double>(done) / static_cast<double>(total))) return {};
+  }
+  if (source.adapter() != nullptr) {
+    LoadAdapter(*source.adapter(), AdapterType(mode), weights);
+    source.adapter()->Release();
   }
   return weights;
 }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -23,6 +24,24 @@ const char* Name(WeightsMode mode);
 
 using Vector = std::vector<float>;
 
+// What an adapter adds to products that read one x: y[output] += b · (a · x)[first …]. Beside the weights and not
+// merged into them, so that 4-bit ones stay as they are (docs/adapters.md has the numbers).
+struct LowRank {
+  struct Part {
+    size_t output = 0;  // which of the products: of q, k and v, k is 1
+    int32_t first = 0;  // row of a
+    Matrix b;           // [rows of the product][rank], with the adapter's scale in it
+  };
+  Matrix a;  // [all ranks][cols]; no rows: nothing is added
+  std::vector<Part> parts;
+};
+
+// What the products of an adapter need room for; nothing without one.
+struct AdapterSizes {
+  int32_t rows = 0;         // the most that a LowRank::a has
+  std::set<int32_t> ranks;  // columns of the LowRank::Part::b
+};
+
 struct LayerWeights {
   Vector attention_norm;          // [hidden]
   Matrix q, k, v;                 // [heads · head_dim][hidden], [kv_heads · head_dim][hidden] × 2
@@ -34,6 +53,7 @@ struct LayerWeights {
   Matrix gate, up;  // [intermediate][hidden]
   Matrix down;      // [hidden][intermediate]
   Vector gate_bias, up_bias, down_bias;
+  LowRank qkv_adapter, o_adapter, gate_up_adapter, down_adapter;
 };
 
 // What activations are rounded to where they meet 4- and 8-bit weights. int8 is faster and coarser, and where it is
@@ -52,9 +72,22 @@ struct Weights {
   Vector final_norm;  // [hidden]
   std::vector<LayerWeights> layers;
   Activations activations;
+  AdapterSizes adapter;
 
   const Matrix& logits() const { return lm_head.rows() > 0 ? lm_head : embedding; }
 };
+
+// A tensor that the model needs, as it lies in the file.
+struct ModelTensor {
+  std::string name;  // Hugging Face's
+  const Tensor* tensor = nullptr;
+  int64_t rows = 0, cols = 0;      // of a matrix; a vector has rows = 0
+  bool interleaved_heads = false;  // rows of q and k that GGUF stores for RoPE over neighbours
+};
+// All of them. Throws phsa::Error for missing tensors and wrong shapes.
+std::vector<ModelTensor> ModelTensors(const ModelSource& source);
+// The row of the file (of a vector: the element) that is Hugging Face's row.
+int64_t FileRow(const ModelTensor& tensor, const ModelConfig& config, int64_t row);
 
 // How a tensor of this type is packed.
 WeightType PackedType(TensorType file, WeightsMode mode);
@@ -63,6 +96,7 @@ WeightType PackedType(TensorType file, WeightsMode mode);
 struct WeightsPlan {
   uint64_t bytes = 0;
   std::string types;
+  AdapterSizes adapter;
 };
 WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode);
 

@@ -45,6 +45,8 @@ class Bpe {
   // Whether a merge, a whole word or an unknown byte can give a token whose entry is not 0.
   bool CanGive(const std::vector<uint8_t>& tokens) const;
 
+  const std::vector<BpeMerge>& merges() const { return model_.merges; }
+
  private:
   // A pair's merge, in a flat table with linear probing: one cache line answers most lookups.
   struct Entry {

@@ -202,5 +202,6 @@ int32_t Tokenizer::TokenId(std::string_view added_token) const {
 int32_t Tokenizer::bos() const { return impl_->parts.bos; }
 int32_t Tokenizer::eos() const { return impl_->parts.eos; }
 bool Tokenizer::add_bos() const { return impl_->parts.add_bos; }
+const std::vector<BpeMerge>& Tokenizer::merges() const { return impl_->bpe.merges(); }
 
 }  // namespace phsa

@@ -11,6 +11,8 @@
 
 namespace phsa {
 
+struct BpeMerge;
+
 // What a GGUF file says of its tokenizer.
 struct BpeVocabulary {
   std::string model, pre;
@@ -47,7 +49,8 @@ class Tokenizer {
   int32_t TokenId(std::string_view added_token) const;  // an added or special token by its text; -1: none
   int32_t bos() const;                                  // -1: none
   int32_t eos() const;
-  bool add_bos() const;  // whether the model expects the begin token before a text
+  bool add_bos() const;                         // whether the model expects the begin token before a text
+  const std::vector<BpeMerge>& merges() const;  // first merged first
 
  private:
   struct Impl;

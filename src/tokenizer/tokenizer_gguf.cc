@@ -1,10 +1,10 @@
 // A tokenizer from what a GGUF file says: the vocabulary itself, and the name of the way text is cut into words.
 #include <algorithm>
-#include <array>
 #include <unordered_map>
 
 #include "base/errors.h"
 #include "tokenizer/byte_alphabet.h"
+#include "tokenizer/pre_tokenization.h"
 #include "tokenizer/tokenizer_parts.h"
 #include "tokenizer/unicode_sets.h"
 
@@ -12,46 +12,6 @@ namespace phsa {
 namespace {
 
 constexpr int32_t kNormal = 1, kControl = 3, kUserDefined = 4;
-
-// How the original tokenizer.json of the models that bear this name cuts text.
-struct PreTokenization {
-  std::string_view name;
-  std::array<std::string_view, 3> patterns;
-  bool nfc = false;
-  bool single_digits = false;  // a step of its own, before the patterns
-  bool whole_words = false;    // ignore_merges
-};
-
-constexpr std::string_view kQwen2 =
-    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
-constexpr std::string_view kLlama3 =
-    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|)"
-    R"(\s+(?!\S)|\s+)";
-constexpr std::string_view kDeepSeek3 =
-    R"([!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|)"
-    R"(\s*[\r\n]+|\s+(?!\S)|\s+)";
-
-constexpr PreTokenization kKnown[] = {
-    {.name = "gpt-2", .patterns = {kGpt2Pattern}},
-    {.name = "smollm", .patterns = {kGpt2Pattern}, .single_digits = true},
-    {.name = "starcoder", .patterns = {kGpt2Pattern}, .single_digits = true},
-    {.name = "qwen2", .patterns = {kQwen2}, .nfc = true},
-    {.name = "deepseek-r1-qwen", .patterns = {kQwen2}, .nfc = true},
-    {.name = "llama-bpe", .patterns = {kLlama3}, .whole_words = true},
-    {.name = "llama3", .patterns = {kLlama3}, .whole_words = true},
-    {.name = "llama-v3", .patterns = {kLlama3}, .whole_words = true},
-    {.name = "deepseek-v3", .patterns = {R"(\p{N}{1,3})", "[一-龥぀-ゟ゠-ヿ]+", kDeepSeek3}},
-};
-
-const PreTokenization& FindPreTokenization(const std::string& name, const std::string& file) {
-  std::string names;
-  for (const PreTokenization& known : kKnown) {
-    if (known.name == name) return known;
-    names += names.empty() ? "" : ", ";
-    names += known.name;
-  }
-  ThrowInvalid("{}: tokenizer.ggml.pre is {}; known: {}", file, Quoted(name), names);
-}
 
 }  // namespace
 

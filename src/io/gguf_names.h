@@ -1,0 +1,17 @@
+// What tensors are called in GGUF files and in Hugging Face's.
+#ifndef PHSA_IO_GGUF_NAMES_H_
+#define PHSA_IO_GGUF_NAMES_H_
+
+#include <string>
+#include <string_view>
+
+namespace phsa {
+
+// "model.layers.3.self_attn.q_proj.weight" for "blk.3.attn_q.weight", and back; a name that is not known stays as it
+// is.
+std::string HuggingFaceName(std::string_view gguf);
+std::string GgufName(std::string_view hugging_face);
+
+}  // namespace phsa
+
+#endif  // PHSA_IO_GGUF_NAMES_H_
