@@ -48,3 +48,13 @@ function(phsa_add_folder name)
     target_link_libraries(phsa_${name} PUBLIC phsa_${used})
   endforeach()
 endfunction()
+
+# phsa_embed(<variable> <file>): a file of the tree inside the program, as the std::string_view phsa::<variable>. Its
+# source is added to the list `embedded` of whoever calls.
+set(PHSA_EMBEDDED_TEXT ${CMAKE_CURRENT_LIST_DIR}/embedded_text.cc.in)
+function(phsa_embed name file)
+  file(READ ${PROJECT_SOURCE_DIR}/${file} text)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/${file})
+  configure_file(${PHSA_EMBEDDED_TEXT} ${CMAKE_CURRENT_BINARY_DIR}/${name}.cc @ONLY)
+  set(embedded ${embedded} ${CMAKE_CURRENT_BINARY_DIR}/${name}.cc PARENT_SCOPE)
+endfunction()

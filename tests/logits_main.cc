@@ -1,4 +1,4 @@
-// Logits of a model for tests: logits_of MODEL WEIGHTS KV_TYPE CHUNK THREADS; token ids on standard input,
+// Logits of a model for tests: logits_of MODEL WEIGHTS KV_TYPE CHUNK THREADS [ADAPTER]; token ids on standard input,
 // [tokens][vocab] f32 on standard output. No tokenizer is needed.
 #include <cstdio>
 #include <iostream>
@@ -11,14 +11,14 @@
 
 int main(int argc, char** argv) {
   using namespace phsa;
-  if (argc != 6) {
-    std::fprintf(stderr, "usage: logits_of MODEL WEIGHTS KV_TYPE CHUNK THREADS <ids >logits\n");
+  if (argc != 6 && argc != 7) {
+    std::fprintf(stderr, "usage: logits_of MODEL WEIGHTS KV_TYPE CHUNK THREADS [ADAPTER] <ids >logits\n");
     return 2;
   }
   try {
     std::vector<int32_t> ids;
     for (int32_t id = 0; std::cin >> id;) ids.push_back(id);
-    const auto source = ModelSource::Open(argv[1]);
+    const auto source = ModelSource::Open(argv[1], argc == 7 ? argv[6] : "");
     const ModelConfig& config = source->config();
     const int32_t kv_type = KvTypeFromName(argv[3]);
     const int32_t chunk = std::stoi(argv[4]);

@@ -421,5 +421,138 @@ TEST(Scheduler, ACacheThatOthersFilledIsAnErrorAndNoEndlessWait) {
   EXPECT_NE(message.find("room for 256"), std::string::npos) << message;
 }
 
+// The ways in which a server's requests may be read beside the engine's own.
+std::vector<std::shared_ptr<const TextAttention>> Ways(const Engine& engine) {
+  std::vector<std::shared_ptr<const TextAttention>> ways = {nullptr};
+  for (const Policy policy : {Policy::kPhsa, Policy::kInfllm2, Policy::kInfllm2_64, Policy::kStreaming}) {
+    LayerSettings settings;
+    settings.base = SmallSettings(policy, 2);
+    settings.base.punctuation = "en";
+    ways.push_back(engine.MakeAttention(settings));
+  }
+  return ways;
+}
+
+TEST(Scheduler, TextsThatAreReadInDifferentWaysShareABatch) {
+  EngineOptions options = FakeOptions(1024, 64);
+  options.cache_texts = 8;
+  options.other_attention = true;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  const auto ways = Ways(*engine);
+  std::vector<Request> requests = MixedRequests(3);
+  std::vector<GenerateResult> expected;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    requests[i].attention = ways[i % ways.size()];
+    EngineOptions lone = FakeOptions(1024, 64);
+    if (requests[i].attention != nullptr) lone.attention = requests[i].attention->settings;
+    expected.push_back(Lone(*LoadedEngine(lone), requests[i]));
+  }
+  const std::vector<GenerateResult> results = GenerateAll(*engine, requests, 14);
+  for (size_t i = 0; i < requests.size(); ++i) ExpectSameAnswer(results[i], expected[i]);
+}
+
+TEST(Scheduler, ATextIsNoUseToOneThatIsReadInAnotherWay) {
+  EngineOptions options = FakeOptions(512, 64);
+  options.cache_texts = 4;
+  options.other_attention = true;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  const auto ways = Ways(*engine);
+  Scheduler scheduler(*engine, 1);
+  const auto reused = [&](const std::shared_ptr<const TextAttention>& way) {
+    Request request = MakeRequest(Tokens(300), Greedy(4));
+    request.attention = way;
+    const int64_t id = scheduler.Add(std::move(request));
+    while (scheduler.Step()) {
+    }
+    return scheduler.Take(id)->reused_tokens;
+  };
+  EXPECT_EQ(reused(ways[0]), 0);
+  EXPECT_EQ(reused(ways[1]), 0);
+  EXPECT_EQ(reused(ways[1]), 299);
+  EXPECT_EQ(reused(ways[0]), 299);
+}
+
+TEST(Scheduler, RepresentativesThatPagesHaveNoRoomForAreRefused) {
+  EngineOptions options = FakeOptions(512, 64);
+  options.other_attention = true;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  LayerSettings quest;
+  quest.base = SmallSettings(Policy::kQuest, 2);
+  EXPECT_NE(Refusal([&] { engine->MakeAttention(quest); }).find("room"), std::string::npos);
+  options.attention = quest;
+  EXPECT_NO_THROW(LoadedEngine(options)->MakeAttention(quest));
+}
+
+TEST(Scheduler, LogProbabilitiesAreTheSameReadAndWritten) {
+  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(512, 64));
+  Request request = MakeRequest(Tokens(100), Greedy(30));
+  request.options.ignore_eos = true;
+  request.options.log_probabilities = 3;
+  const GenerateResult written = GenerateAll(*engine, {request}, 1).front();
+  ASSERT_EQ(written.log_probabilities.size(), written.tokens.size());
+  Request score = MakeRequest(Joined(request.prompt, written.tokens), Greedy(0));
+  score.options.log_probabilities = 3;
+  score.options.prompt_log_probabilities = true;
+  // The second one could take all of its beginning from the first.
+  for (const GenerateResult& read : GenerateAll(*engine, {score, score}, 2)) {
+    EXPECT_EQ(read.reused_tokens, 0);
+    EXPECT_TRUE(read.tokens.empty());
+    ASSERT_EQ(read.prompt_log_probabilities.size(), score.prompt.size() - 1);
+    for (size_t i = 0; i < written.tokens.size(); ++i) {
+      const TokenLogProbability& one = read.prompt_log_probabilities[request.prompt.size() - 1 + i];
+      EXPECT_EQ(one.value, written.log_probabilities[i].value);
+      EXPECT_EQ(one.top, written.log_probabilities[i].top);
+      ASSERT_EQ(one.top.size(), 3u);
+      EXPECT_EQ(one.top[0].first, written.tokens[i]);
+      EXPECT_GE(one.top[0].second, one.top[1].second);
+    }
+  }
+}
+
+TEST(Scheduler, ProgressHasEverythingInTheEnd) {
+  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(512, 64));
+  Request request = MakeRequest(Tokens(40), Greedy(10));
+  request.options.ignore_eos = true;
+  size_t calls = 0;
+  GenerateResult last;
+  request.progress = [&](const GenerateResult& so_far) {
+    EXPECT_GE(so_far.tokens.size(), last.tokens.size());
+    last = so_far;
+    ++calls;
+  };
+  const GenerateResult result = GenerateAll(*engine, {request}, 1).front();
+  EXPECT_EQ(last.tokens, result.tokens);
+  EXPECT_EQ(last.text, result.text);
+  EXPECT_EQ(calls, 10u);
+}
+
+TEST(Scheduler, PagesThatAreReservedAreLeftFree) {
+  EngineOptions options = FakeOptions(512, 64);
+  options.cache_texts = 2;  // eight pages
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  Scheduler scheduler(*engine, 4);
+  const auto add = [&] {
+    Request request = MakeRequest(Tokens(200), Greedy(100));
+    request.options.ignore_eos = true;
+    return scheduler.Add(std::move(request));
+  };
+  const int64_t first = add();
+  scheduler.Step();
+  scheduler.Reserve(512);
+  EXPECT_TRUE(scheduler.HasReserve());
+  const int64_t second = add();
+  scheduler.Step();
+  EXPECT_EQ(scheduler.running(), 1);
+  EXPECT_EQ(scheduler.waiting(), 1);
+  while (!scheduler.Take(first)) scheduler.Step();
+  Sequence other(engine->cache());
+  other.Append(Tokens(512), {});
+  other.Truncate(0);
+  scheduler.Reserve(0);
+  while (scheduler.Step()) {
+  }
+  EXPECT_TRUE(scheduler.Take(second));
+}
+
 }  // namespace
 }  // namespace phsa

@@ -65,7 +65,7 @@ void RunBench(const BenchFlags& flags) {
     for (const int32_t tokens : generates) context = std::max(context, depth + tokens);
   }
   if (context == 0) ThrowInvalid("bench: nothing to measure; give -p, -n or both");
-  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model);
+  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
   if (context > source->config().context) {
     ThrowInvalid("bench: the largest depth and length make {} tokens; the model's context is {}", context,
                  source->config().context);

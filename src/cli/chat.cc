@@ -38,7 +38,7 @@ bool ReadLine(std::string& line) {
 }
 
 void Chat(const ChatFlags& flags) {
-  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model);
+  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
   const ChatTemplate chat = ChooseChatTemplate(flags.chat_template, source->chat_template());
   const GenerateOptions options = SamplingOptions(flags.sampling, source->config());
   const int32_t context = flags.model.context > 0 ? flags.model.context : source->config().context;

@@ -284,7 +284,7 @@ std::string CommandLine(const CLI::App& command) {
 void RunComparison(const CompareFlags& flags, const std::string& command_line) {
   CheckParts(flags);
   ReportFolder folder(flags.out);
-  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model);
+  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
   Tokenizer tokenizer = LoadTokenizer(*source);
   const ModelConfig config = source->config();
 

@@ -15,7 +15,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 struct InfoFlags {
-  std::string model;
+  std::string model, adapter;
   bool tensors = false, metadata = false, json = false;
 };
 
@@ -109,6 +109,11 @@ void PrintText(const ModelSource& source, const InfoFlags& flags) {
   line("chat template", source.chat_template().empty() ? "none" : Quoted(source.chat_template()));
   line("sampling", SamplingText(config));
   line("PHSA settings", config.phsa_settings.empty() ? "none" : Quoted(config.phsa_settings));
+  if (const Adapter* const adapter = source.adapter()) {
+    line("adapter", Quoted(adapter->path(), kQuotedPath));
+    line("", fmt::format("{}, {}", adapter->Text(), BytesInWords(adapter->file_bytes())));
+    line("", adapter->base_model().empty() ? "names no base model" : "made for " + Quoted(adapter->base_model()));
+  }
   for (const auto& [type, count] : sizes.types) {
     line("tensors", fmt::format("{:<5} {:>5}, {}", type, count.tensors, BytesInWords(count.bytes)));
   }
@@ -171,6 +176,14 @@ void PrintJson(const ModelSource& source, const InfoFlags& flags) {
                      {"min_p", OrNull(config.min_p)},
                      {"repetition_penalty", OrNull(config.repetition_penalty)}};
   out["phsa_settings"] = config.phsa_settings.empty() ? Json(nullptr) : Json(config.phsa_settings);
+  if (const Adapter* const adapter = source.adapter()) {
+    out["adapter"] = {{"path", adapter->path()},
+                      {"base_model", adapter->base_model()},
+                      {"matrices", adapter->matrices().size()},
+                      {"bytes", adapter->file_bytes()}};
+  } else {
+    out["adapter"] = nullptr;
+  }
   for (const auto& [type, count] : sizes.types) {
     out["tensor_types"][type] = {{"tensors", count.tensors}, {"bytes", count.bytes}};
   }
@@ -197,11 +210,12 @@ void AddInfoCommand(CLI::App& app) {
   CLI::App* command = app.add_subcommand("info", "what a model's files say of it");
   command->add_option("MODEL", flags->model, "a .gguf file, a Hugging Face folder, or a name that `phsa models` lists")
       ->required();
+  AddAdapterFlag(*command, flags->adapter);
   command->add_flag("--tensors", flags->tensors, "list the tensors");
   command->add_flag("--metadata", flags->metadata, "list the metadata");
   command->add_flag("--json", flags->json, "one JSON object");
   command->callback([flags] {
-    const std::unique_ptr<ModelSource> source = OpenModel(flags->model);
+    const std::unique_ptr<ModelSource> source = OpenModel(flags->model, flags->adapter);
     flags->json ? PrintJson(*source, *flags) : PrintText(*source, *flags);
   });
 }

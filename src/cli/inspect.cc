@@ -53,7 +53,7 @@ void RunInspect(const InspectFlags& flags) {
   // Opened before any work: a wrong path is not told after minutes of reading.
   std::optional<NewFile> page;
   if (!flags.html.empty()) page.emplace(flags.html);
-  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model);
+  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
   Tokenizer tokenizer = LoadTokenizer(*source);
   const std::vector<int32_t> prompt = PromptTokens(flags.prompt, *source, tokenizer);
   if (static_cast<size_t>(flags.last) > prompt.size()) {

@@ -39,6 +39,7 @@ int Main(int argc, char** argv) {
   app.footer("Every flag can also be set by an environment variable: --kv-type is PHSA_KV_TYPE.");
   AddRunCommand(app);
   AddChatCommand(app);
+  AddServeCommand(app);
   AddBenchCommand(app);
   AddPerplexityCommand(app);
   AddInspectCommand(app);
@@ -46,6 +47,8 @@ int Main(int argc, char** argv) {
   AddCompareCommand(app);
   AddPunctuationCommand(app);
   AddTokenizeCommand(app);
+  AddPrepareCommand(app);
+  AddExportCommand(app);
   AddInfoCommand(app);
   AddModelsCommand(app);
   NameEnvironmentVariables(app);

@@ -203,7 +203,7 @@ void Run(const NiahFlags& flags) {
   const bool essay = NeedsEssay(plan.tasks);
   const std::optional<Haystack> haystack = OpenHaystack(flags, essay, options);
 
-  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model);
+  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
   const int32_t context = lengths.back();
   if (context > source->config().context) {
     ThrowInvalid("niah: --lengths has {}; the model's context is {} tokens: give at most that", context,

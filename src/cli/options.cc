@@ -25,6 +25,7 @@ void AddModelFlags(CLI::App& command, ModelFlags& flags) {
   command
       .add_option("-m,--model", flags.model, "a .gguf file, a Hugging Face folder, or a name that `phsa models` lists")
       ->required();
+  AddAdapterFlag(command, flags.adapter);
   command.add_option("-c,--ctx-size", flags.context, "tokens of context; 0: the model's, or what fits into memory");
   command.add_option("-t,--threads", flags.threads, "threads; 0: one per core");
   command.add_option("--weights", flags.weights, "how weights are kept: auto, f32, bf16, int8")
@@ -34,11 +35,16 @@ void AddModelFlags(CLI::App& command, ModelFlags& flags) {
   command.add_option("--chunk", flags.chunk, "tokens of the prompt that are read in one step");
 }
 
+void AddAdapterFlag(CLI::App& command, std::string& folder) {
+  command.add_option("--adapter", folder, "the folder of a LoRA adapter for the model, in PEFT's form");
+}
+
 void AddAttentionFlags(CLI::App& command, AttentionFlags& flags) {
   const std::string group = "Attention";
   command
       .add_option("--attention", flags.policies,
-                  "auto (the model's own settings, else dense), dense, phsa, infllm2, infllm2-64, streaming, quest")
+                  "auto (the settings of the model or its adapter, else dense), dense, phsa, infllm2, infllm2-64, "
+                  "streaming, quest")
       ->delimiter(',')
       ->group(group);
   command.add_option("-K,--attention-top-k", flags.top_k, "blocks that a query chooses (16)")
@@ -67,8 +73,10 @@ std::vector<std::optional<int32_t>> TopKs(const AttentionFlags& flags) {
 
 }  // namespace
 
-std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const ModelConfig& config, int64_t context) {
+AttentionChoice ChoiceOf(const AttentionFlags& flags) {
   AttentionChoice choice;
+  choice.policy = flags.policies.front();
+  if (!flags.top_k.empty()) choice.top_k = flags.top_k.front();
   choice.lambda = flags.lambda;
   choice.init = flags.init;
   choice.local = flags.local;
@@ -79,6 +87,11 @@ std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const 
     choice.config_json = ReadTextFile(flags.config_file, kMaxConfigBytes);
     SettingsFromJson(choice.config_json);  // so that an empty file is refused: for a choice it would mean none
   }
+  return choice;
+}
+
+std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const ModelConfig& config, int64_t context) {
+  AttentionChoice choice = ChoiceOf(flags);
   std::vector<LayerSettings> all;
   for (const std::string& policy : flags.policies) {
     for (const std::optional<int32_t> top_k : TopKs(flags)) {
@@ -118,7 +131,9 @@ GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& c
   return options;
 }
 
-std::unique_ptr<ModelSource> OpenModel(const std::string& model) { return ModelSource::Open(ResolveModel(model)); }
+std::unique_ptr<ModelSource> OpenModel(const std::string& model, const std::string& adapter) {
+  return ModelSource::Open(ResolveModel(model), adapter);
+}
 
 std::unique_ptr<Engine> OpenEngine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const ModelFlags& flags,
                                    const LayerSettings& attention) {
@@ -128,6 +143,9 @@ std::unique_ptr<Engine> OpenEngine(std::unique_ptr<ModelSource> source, Tokenize
   options.context = flags.context;
   options.threads = flags.threads;
   options.chunk = flags.chunk;
+  options.cache_tokens = flags.cache_tokens;
+  options.cache_texts = flags.cache_texts;
+  options.other_attention = flags.other_attention;
   options.attention = attention;
   auto engine = std::make_unique<Engine>(std::move(source), std::move(tokenizer), options);
   fmt::print(stderr, "{}\n", engine->plan().Text());

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/attention_choice.h"
 #include "engine/sampling_choice.h"
 #include "engine/session.h"
 #include "phsa/settings.h"
@@ -19,10 +20,14 @@ namespace phsa::cli {
 
 // Which model, where and how precisely it runs.
 struct ModelFlags {
-  std::string model, weights = "auto", kv_type = "auto";
+  std::string model, adapter, weights = "auto", kv_type = "auto";
   int32_t context = 0, threads = 0, chunk = 512;
+  // For commands that hold several texts at once: as EngineOptions has them.
+  int32_t cache_tokens = 0, cache_texts = 1;
+  bool other_attention = false;
 };
 void AddModelFlags(CLI::App& command, ModelFlags& flags);
+void AddAdapterFlag(CLI::App& command, std::string& folder);
 
 // How the attention reads. Lists make sweeps where a command allows them.
 struct AttentionFlags {
@@ -33,6 +38,8 @@ struct AttentionFlags {
   std::string punctuation, group_reduce, config_file;
 };
 void AddAttentionFlags(CLI::App& command, AttentionFlags& flags);
+// The first policy and K.
+AttentionChoice ChoiceOf(const AttentionFlags& flags);
 // One for each policy and K, in that order; K counts once for policies that choose nothing. Flags count first, then
 // --phsa-config, then (policy auto) what the model carries, then the preset for the context.
 std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const ModelConfig& config, int64_t context);
@@ -46,7 +53,8 @@ struct SamplingFlags : SamplingChoice {
 void AddSamplingFlags(CLI::App& command, SamplingFlags& flags);
 GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& config);
 
-std::unique_ptr<ModelSource> OpenModel(const std::string& model);  // a path or a name
+// `model`: a path or a name; `adapter`: a folder, or none.
+std::unique_ptr<ModelSource> OpenModel(const std::string& model, const std::string& adapter = "");
 // Prints the memory plan and refuses what does not fit. LoadEngine has a progress bar; Ctrl-C throws Interrupted.
 std::unique_ptr<Engine> OpenEngine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const ModelFlags& flags,
                                    const LayerSettings& attention);

@@ -90,7 +90,7 @@ void PrintRow(const Engine& engine, const PerplexityResult& result, const Recall
 
 void RunPerplexity(const PerplexityFlags& flags) {
   const std::string text = ReadText(flags.file);
-  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model);
+  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
   Tokenizer tokenizer = LoadTokenizer(*source);
   std::vector<int32_t> tokens = tokenizer.Encode(text, SpecialTokens::kAsText);
   const int32_t context = flags.model.context > 0 ? flags.model.context : source->config().context;

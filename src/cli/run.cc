@@ -20,7 +20,7 @@ struct RunFlags {
 };
 
 void Run(const RunFlags& flags) {
-  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model);
+  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
   const GenerateOptions options = SamplingOptions(flags.sampling, source->config());
   Tokenizer tokenizer = LoadTokenizer(*source);
   const std::vector<int32_t> prompt = PromptTokens(flags.prompt, *source, tokenizer);

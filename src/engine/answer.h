@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "engine/engine.h"
@@ -16,11 +17,20 @@
 
 namespace phsa {
 
+// What a model thought of a token: natural logarithms of probabilities over its whole vocabulary, before any sampling
+// setting.
+struct TokenLogProbability {
+  float value = 0;
+  std::vector<std::pair<int32_t, float>> top;  // the likeliest tokens, the likeliest first, the lower id where equal
+};
+
 struct GenerateOptions {
   int32_t max_tokens = 512;
   SamplerSettings sampler;
   std::vector<std::string> stops;
   bool ignore_eos = false;
+  std::optional<int32_t> log_probabilities;  // of the answer's tokens, with this many of the likeliest ones
+  bool prompt_log_probabilities = false;     // and of the prompt's, from the second on: all of it is read
 };
 
 enum class StopReason : uint8_t { kEndOfText, kStopString, kMaxTokens, kContextFull, kInterrupted };
@@ -28,7 +38,8 @@ const char* Name(StopReason reason);  // "end of text", …
 
 struct GenerateResult {
   std::string text;
-  std::vector<int32_t> tokens;  // without the end token
+  std::vector<int32_t> tokens;                                                   // without the end token
+  std::vector<TokenLogProbability> log_probabilities, prompt_log_probabilities;  // where they were asked for
   StopReason reason = StopReason::kEndOfText;
   int32_t prompt_tokens = 0, reused_tokens = 0;
   double prefill_seconds = 0, decode_seconds = 0;  // decode: from the first token to the last
@@ -46,6 +57,8 @@ class Answer {
 
   // Chooses the next token. logits: [vocab], of the last token that was read; `read`: all of them, prompt and answer.
   void Choose(const float* logits, std::span<const int32_t> read);
+  // What the model thought of the prompt's next token. logits: [vocab]
+  void ScorePrompt(const float* logits, int32_t next);
   // Takes the chosen token, with its text. True: the answer goes on, and result().tokens.back() is to be read next.
   // `length`: tokens that were read, prompt and answer.
   bool Take(int32_t length);
@@ -57,6 +70,7 @@ class Answer {
   // Why the answer ends before the chosen token, or with it; none: it goes on.
   std::optional<StopReason> TakeToken(int32_t length);
   void Finish(StopReason reason);
+  TokenLogProbability LogProbability(const float* logits, int32_t token) const;
 
   const Engine& engine_;
   GenerateOptions options_;
@@ -65,6 +79,7 @@ class Answer {
   StreamDecoder decoder_;
   StopStrings stops_;
   int32_t next_ = -1;
+  TokenLogProbability next_log_probability_;
   GenerateResult result_;
 };
 

@@ -39,15 +39,29 @@ void CheckAttention(const LayerSettings& attention, const ModelConfig& config) {
   }
 }
 
+// What a layer of a page has for representatives at least. What the policies take with the preset's blocks, but for
+// quest, whose representatives are twice as wide: it is there for comparisons.
+size_t RepresentativeRoom(const ModelConfig& config, const EngineOptions& options, int32_t kv_dtype) {
+  if (!options.other_attention) return 0;
+  size_t room = PageLayout::RepresentativeRoom(config, options.attention, kv_dtype);
+  for (const Policy policy : {Policy::kPhsa, Policy::kInfllm2_64}) {
+    LayerSettings settings;
+    settings.base.policy = policy;
+    if (policy == Policy::kInfllm2_64) settings.base.block_size = 64;
+    room = std::max(room, PageLayout::RepresentativeRoom(config, settings, kv_dtype));
+  }
+  return room;
+}
+
 MemoryPlan MakePlan(const ModelSource& source, const EngineOptions& options, int32_t kv_dtype, int32_t num_threads) {
   const ModelConfig& config = source.config();
-  const PageLayout layout(config, options.attention, kv_dtype);
+  const PageLayout layout(config, options.attention, kv_dtype, RepresentativeRoom(config, options, kv_dtype));
   const WeightsPlan weights = PlanWeights(source, options.weights);
   MemoryPlan plan;
   plan.weights = weights.bytes;
   plan.weight_types = weights.types;
   plan.kv_type = DtypeName(kv_dtype);
-  plan.workspace = Decoder::WorkspaceBytes(config, kv_dtype, options.chunk, num_threads);
+  plan.workspace = Decoder::WorkspaceBytes(config, kv_dtype, options.chunk, weights.adapter, num_threads);
   plan.available = AvailableMemory();
   plan.context = options.context;
   plan.cache_tokens = options.cache_tokens;
@@ -58,7 +72,14 @@ MemoryPlan MakePlan(const ModelSource& source, const EngineOptions& options, int
     plan.context = static_cast<int32_t>(std::min<uint64_t>(static_cast<uint64_t>(config.context), pages * kPageTokens));
     plan.context = std::max(plan.context, kPageTokens);  // CheckFits says the rest
   }
-  if (plan.cache_tokens == 0) plan.cache_tokens = plan.context;
+  if (plan.cache_tokens == 0) {
+    // One text whatever there is: CheckFits says the rest.
+    const uint64_t fixed = plan.weights + plan.workspace;
+    const uint64_t room = plan.available > fixed ? (plan.available - fixed) / layout.page_bytes * kPageTokens : 0;
+    const uint64_t wanted = static_cast<uint64_t>(plan.context) * static_cast<uint64_t>(options.cache_texts);
+    const uint64_t most = std::min<uint64_t>({wanted, room, INT32_MAX - kPageTokens});
+    plan.cache_tokens = std::max(plan.context, static_cast<int32_t>(most));
+  }
   const auto pages = uint64_t{PagesFor(static_cast<size_t>(plan.cache_tokens))};
   plan.representatives = pages * layout.representative_bytes;
   plan.key_values = pages * (layout.page_bytes - layout.representative_bytes);
@@ -77,20 +98,24 @@ PunctuationTable PunctuationOf(const Tokenizer& tokenizer, const std::string& se
   return {set, tokens, special};
 }
 
+BpeVocabulary GgufVocabulary(const ModelSource& source) {
+  if (!source.gguf_tokenizer()) ThrowInvalid("{}: the file holds no tokenizer", source.path());
+  const GgufTokenizer& gguf = *source.gguf_tokenizer();
+  BpeVocabulary vocabulary;
+  vocabulary.model = gguf.model;
+  vocabulary.pre = gguf.pre;
+  vocabulary.tokens = gguf.tokens;
+  vocabulary.token_types = gguf.token_types;
+  vocabulary.merges = gguf.merges;
+  vocabulary.bos = gguf.bos;
+  vocabulary.eos = gguf.eos;
+  vocabulary.add_bos = gguf.add_bos;
+  vocabulary.add_eos = gguf.add_eos;
+  return vocabulary;
+}
+
 Tokenizer LoadTokenizer(const ModelSource& source) {
-  if (const auto& gguf = source.gguf_tokenizer()) {
-    BpeVocabulary vocabulary;
-    vocabulary.model = gguf->model;
-    vocabulary.pre = gguf->pre;
-    vocabulary.tokens = gguf->tokens;
-    vocabulary.token_types = gguf->token_types;
-    vocabulary.merges = gguf->merges;
-    vocabulary.bos = gguf->bos;
-    vocabulary.eos = gguf->eos;
-    vocabulary.add_bos = gguf->add_bos;
-    vocabulary.add_eos = gguf->add_eos;
-    return Tokenizer::FromVocabulary(vocabulary, source.path());
-  }
+  if (source.gguf_tokenizer()) return Tokenizer::FromVocabulary(GgufVocabulary(source), source.path());
   if (!source.tokenizer_json()) {
     ThrowInvalid("{}: there is no tokenizer.json in the folder; fetch it from where the model came from",
                  source.path());
@@ -182,10 +207,25 @@ KvIdentity Engine::cache_identity() const {
           {"punctuation", punctuation.Hex()}};
 }
 
+std::shared_ptr<const TextAttention> Engine::MakeAttention(const LayerSettings& attention) const {
+  CheckAttention(attention, config());
+  const size_t room = RepresentativeRoom(config(), options_, kv_dtype_);
+  const size_t needed = PageLayout::RepresentativeRoom(config(), attention, kv_dtype_);
+  if (needed > room) {
+    ThrowInvalid(
+        "attention {}: its representatives take {} bytes of a page and layer, and pages have room for {}; start with "
+        "these settings to make room for them",
+        Name(attention.base.policy), needed, room);
+  }
+  return std::make_shared<const TextAttention>(
+      TextAttention{attention, PunctuationFlags(attention), PageLayout(config(), attention, kv_dtype_, room)});
+}
+
 void Engine::MakeCache() {
   decoder_.reset();  // first give back, then take
   const auto pages = static_cast<int32_t>(PagesFor(static_cast<size_t>(plan_.cache_tokens)));
-  cache_ = std::make_unique<KvCache>(PageLayout(config(), options_.attention, kv_dtype_), pages);
+  cache_ = std::make_unique<KvCache>(
+      PageLayout(config(), options_.attention, kv_dtype_, RepresentativeRoom(config(), options_, kv_dtype_)), pages);
   decoder_ = std::make_unique<Decoder>(config(), weights_, options_.attention, kv_dtype_, options_.chunk, threads_);
   decoder_->SetPunctuation(punctuation_);
 }

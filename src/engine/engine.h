@@ -28,13 +28,16 @@ struct EngineOptions {
   WeightsMode weights = WeightsMode::kAuto;
   std::optional<int32_t> kv_dtype;  // none: f32 with f32 weights, else the 16-bit type that the CPU multiplies
   int32_t context = 0;              // tokens of the longest text; 0: the model's, or as many as fit into memory
-  int32_t cache_tokens = 0;         // tokens that the KV cache holds, of all texts together; 0: one longest text
+  int32_t cache_tokens = 0;         // tokens that the KV cache holds, of all texts together; 0: `cache_texts` says
+  int32_t cache_texts = 1;          // the KV cache holds as many longest texts, or as much of them as fits into memory
   int32_t threads = 0;              // 0: one per core
   int32_t chunk = 512;              // tokens of a prefill step
   LayerSettings attention;
+  bool other_attention = false;  // pages have room for texts that are read in other ways: MakeAttention
 };
 
 Tokenizer LoadTokenizer(const ModelSource& source);
+BpeVocabulary GgufVocabulary(const ModelSource& source);  // of a GGUF file
 // Which of its tokens are punctuation.
 PunctuationTable PunctuationOf(const Tokenizer& tokenizer, const std::string& set);
 
@@ -62,6 +65,9 @@ class Engine {
   // be gone. The settings that it has already change nothing. Throws phsa::Error, and changes nothing, where the
   // settings do not suit the model.
   void SetAttention(const LayerSettings& attention);
+  // Another way to read texts beside the engine's, for sequences of its cache. Any thread may call it. Throws
+  // phsa::Error where the settings do not suit the model, or their representatives need more room than pages have.
+  std::shared_ptr<const TextAttention> MakeAttention(const LayerSettings& attention) const;
   Decoder& decoder() { return *decoder_; }
   KvCache& cache() { return *cache_; }
 

@@ -23,9 +23,11 @@ struct Job {
       : id(job_id),
         request(std::move(job_request)),
         answer(engine, request.options, request.text),
-        sequence(engine.cache()) {}
+        sequence(engine.cache(), request.attention) {}
 
   std::span<const int32_t> prompt() const { return request.prompt; }
+  // Whether its text may begin with pages of a text that is read in this way.
+  bool reads_like(const Sequence& other) const { return sequence.attention() == other.attention(); }
   bool reads_prompt() const { return static_cast<size_t>(sequence.length()) < request.prompt.size(); }
 
   int64_t id;
@@ -89,6 +91,13 @@ class Scheduler::Impl {
     return std::move(job->answer.result());
   }
 
+  void Reserve(int32_t tokens) { reserved_ = PagesFor(static_cast<size_t>(tokens)); }
+
+  bool HasReserve() {
+    while (Free() < PagesToCome(nullptr) && !kept_.empty()) kept_.pop_front();
+    return Free() >= PagesToCome(nullptr);
+  }
+
   size_t waiting() const { return waiting_.size(); }
   size_t running() const { return running_.size(); }
 
@@ -96,6 +105,7 @@ class Scheduler::Impl {
   void Finish(Job& job) {
     job.finished = true;
     if (job.first_token_at > 0) job.answer.result().decode_seconds = Now() - job.first_token_at;
+    if (!job.error && job.request.progress) job.request.progress(job.answer.result());
   }
 
   // Runs what belongs to one request, so that what goes wrong ends that request and no other.
@@ -133,7 +143,7 @@ class Scheduler::Impl {
   void Keep(Sequence sequence) {
     if (static_cast<size_t>(sequence.length()) < kWorthSharing) return;
     const auto begins = [](const Sequence& a, const Sequence& b) {
-      return CommonPrefix(a.tokens(), b.tokens()) == a.tokens().size();
+      return a.attention() == b.attention() && CommonPrefix(a.tokens(), b.tokens()) == a.tokens().size();
     };
     const auto longer =
         std::find_if(kept_.begin(), kept_.end(), [&](const auto& kept) { return begins(sequence, kept); });
@@ -146,16 +156,18 @@ class Scheduler::Impl {
     if (kept_.size() > kKeptTexts) kept_.pop_front();
   }
 
-  // Pages that the running requests and this one may still take.
-  size_t PagesToCome(const Job& extra) const {
+  size_t Free() const { return static_cast<size_t>(engine_.cache().free_pages()); }
+
+  // Pages that the running requests and this one (null: none) may still take, and those that are reserved.
+  size_t PagesToCome(const Job* extra) const {
     const auto to_come = [](const Job& job) { return job.sequence.PagesToAppend(job.longest - job.sequence.length()); };
-    size_t pages = 0;
-    bool counted = false;
+    size_t pages = reserved_;
+    bool counted = extra == nullptr;
     for (const auto& job : running_) {
       pages += to_come(*job);
-      counted = counted || job.get() == &extra;
+      counted = counted || job.get() == extra;
     }
-    return pages + (counted ? 0 : to_come(extra));
+    return pages + (counted ? 0 : to_come(*extra));
   }
 
   // Pages that only kept texts have.
@@ -178,14 +190,17 @@ class Scheduler::Impl {
 
   // Whether everything that this request and the running ones may need is free, if need be after dropping kept texts.
   bool MakeRoom(const Job& job) {
-    const auto free = [&] { return static_cast<size_t>(engine_.cache().free_pages()); };
-    if (PagesToCome(job) > free() + PagesOfKept(job)) return false;
-    while (PagesToCome(job) > free()) kept_.pop_front();
+    if (PagesToCome(&job) > Free() + PagesOfKept(job)) return false;
+    while (PagesToCome(&job) > Free()) kept_.pop_front();
     return true;
   }
 
   // What a prompt can take from others: all but its last token, whose logits are needed.
-  static std::span<const int32_t> Shareable(const Job& job) { return job.prompt().first(job.prompt().size() - 1); }
+  // Nothing where the logits of all of them are.
+  static std::span<const int32_t> Shareable(const Job& job) {
+    if (job.request.options.prompt_log_probabilities) return {};
+    return job.prompt().first(job.prompt().size() - 1);
+  }
 
   struct SharedText {
     const Sequence* sequence = nullptr;
@@ -195,6 +210,7 @@ class Scheduler::Impl {
   SharedText FindSharedText(const Job& job) const {
     SharedText best;
     const auto consider = [&](const Sequence& sequence) {
+      if (!job.reads_like(sequence)) return;
       const size_t tokens = CommonPrefix(sequence.tokens(), Shareable(job));
       if (tokens >= kWorthSharing && tokens > best.tokens) best = {&sequence, tokens};
     };
@@ -218,6 +234,7 @@ class Scheduler::Impl {
   bool FindLeader(Job& job) const {
     size_t most = FindSharedText(job).tokens;
     for (const auto& other : running_) {
+      if (!job.reads_like(other->sequence)) continue;
       const size_t shared = CommonPrefix(other->prompt(), Shareable(job));
       if (shared < most + kWorthSharing) continue;
       most = shared;
@@ -245,7 +262,7 @@ class Scheduler::Impl {
       }
       job.leader = 0;
       job.sequence.Truncate(0);
-      if (!running_.empty()) return;
+      if (!running_.empty() || reserved_ > 0) return;
       // Alone it fits, unless somebody else holds pages.
       Guarded(job, [&] {
         ThrowInvalid("the request may come to {} tokens, and the KV cache has room for {}; something else uses it",
@@ -280,6 +297,12 @@ class Scheduler::Impl {
       chosen.emplace_back(reading[i], std::min(left(reading[i]), share));
       rows -= chosen.back().second;
     }
+    // Side by side what is read alike; by the number of the first of them, so that nothing depends on addresses.
+    std::map<const TextAttention*, int64_t> order;
+    for (const auto& job : running_) order.try_emplace(job->sequence.attention(), job->id);
+    std::stable_sort(chosen.begin(), chosen.end(), [&](const auto& a, const auto& b) {
+      return order[a.first->sequence.attention()] < order[b.first->sequence.attention()];
+    });
     return chosen;
   }
 
@@ -296,28 +319,48 @@ class Scheduler::Impl {
         continue;
       }
       const bool last = begin + count == job->request.prompt.size();
+      const bool all = job->request.options.prompt_log_probabilities;
       items.push_back({&job->sequence, job->prompt().subspan(begin, count),
-                       last ? BatchItem::Logits::kLast : BatchItem::Logits::kNone});
+                       all    ? BatchItem::Logits::kAll
+                       : last ? BatchItem::Logits::kLast
+                              : BatchItem::Logits::kNone});
     }
     try {
-      engine_.decoder().Step(items, [&](int32_t item, int32_t, const float* logits) {
+      engine_.decoder().Step(items, [&](int32_t item, int32_t row, const float* logits) {
         Job& job = *chosen[static_cast<size_t>(item)].first;
-        Guarded(job, [&] { job.answer.Choose(logits, job.sequence.tokens()); });
+        if (job.finished) return;
+        const auto next = static_cast<size_t>(lengths[static_cast<size_t>(item)] + row + 1);
+        Guarded(job, [&] {
+          if (items[static_cast<size_t>(item)].logits == BatchItem::Logits::kAll && next < job.prompt().size()) {
+            job.answer.ScorePrompt(logits, job.prompt()[next]);
+          } else {
+            job.answer.Choose(logits, job.sequence.tokens());
+          }
+        });
       });
     } catch (...) {
-      for (size_t i = 0; i < chosen.size(); ++i) chosen[i].first->sequence.Truncate(lengths[i]);
+      for (size_t i = 0; i < chosen.size(); ++i) {
+        Job& job = *chosen[i].first;
+        job.sequence.Truncate(lengths[i]);
+        std::vector<TokenLogProbability>& scored = job.answer.result().prompt_log_probabilities;
+        scored.resize(std::min(scored.size(), static_cast<size_t>(lengths[i])));
+      }
       throw;
     }
     for (size_t i = 0; i < chosen.size(); ++i) {
       Job& job = *chosen[i].first;
       job.answer.result().tokens_read += engine_.decoder().step_tokens_read()[i];
-      if (items[i].logits == BatchItem::Logits::kNone || job.finished) continue;
+      if (job.reads_prompt() || job.finished) continue;
       if (job.first_token_at == 0) {
         job.first_token_at = Now();
         job.answer.result().prefill_seconds = job.first_token_at - job.admitted_at;
       }
       Guarded(job, [&] {
-        if (!job.answer.Take(job.sequence.length())) Finish(job);
+        if (!job.answer.Take(job.sequence.length())) {
+          Finish(job);
+        } else if (job.request.progress) {
+          job.request.progress(job.answer.result());
+        }
       });
     }
   }
@@ -329,6 +372,7 @@ class Scheduler::Impl {
   std::vector<std::unique_ptr<Job>> running_;  // in order of arrival
   std::deque<Sequence> kept_;                  // texts of finished requests, the oldest first; none begins another
   std::map<int64_t, std::unique_ptr<Job>> finished_;
+  size_t reserved_ = 0;  // pages for somebody else
 };
 
 Scheduler::Scheduler(Engine& engine, int32_t max_running) : impl_(std::make_unique<Impl>(engine, max_running)) {}
@@ -337,6 +381,8 @@ int64_t Scheduler::Add(Request request) { return impl_->Add(std::move(request));
 void Scheduler::Cancel(int64_t id) { impl_->Cancel(id); }
 bool Scheduler::Step() { return impl_->Step(); }
 std::optional<GenerateResult> Scheduler::Take(int64_t id) { return impl_->Take(id); }
+void Scheduler::Reserve(int32_t tokens) { impl_->Reserve(tokens); }
+bool Scheduler::HasReserve() { return impl_->HasReserve(); }
 int32_t Scheduler::waiting() const { return static_cast<int32_t>(impl_->waiting()); }
 int32_t Scheduler::running() const { return static_cast<int32_t>(impl_->running()); }
 

@@ -21,6 +21,9 @@ struct Request {
   GenerateOptions options;
   std::function<void(std::string_view text)> text;  // as it comes, whole characters; may be empty
   std::function<bool()> stop;                       // asked before every step; may be empty
+  // After each token, and at the end: what there is so far; may be empty.
+  std::function<void(const GenerateResult& so_far)> progress;
+  std::shared_ptr<const TextAttention> attention = nullptr;  // none: the engine's
 };
 
 // One thread at a time. The engine's cache is the scheduler's as long as it lives: nobody else may take pages of it, or
@@ -45,6 +48,12 @@ class Scheduler {
   // callback threw, or the model gave no numbers), that exception is thrown, and it counts as taken. Seconds are the
   // clock's, beside all others; those of the prompt begin where the waiting ends.
   std::optional<GenerateResult> Take(int64_t id);
+
+  // Pages for `tokens` tokens that somebody else will take from the cache: from now on no request begins that would
+  // leave fewer. HasReserve says whether they are free already, as they will be once enough of the running ones have
+  // ended. 0: nobody needs any.
+  void Reserve(int32_t tokens);
+  bool HasReserve();
 
   int32_t waiting() const;
   int32_t running() const;

@@ -6,9 +6,11 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string_view>
+#include <utility>
 
 #include "engine/answer.h"
 #include "engine/engine.h"
@@ -23,7 +25,9 @@ struct GenerateCallbacks {
 
 class Session {
  public:
-  explicit Session(Engine& engine) : engine_(engine), sequence_(engine.cache()) {}
+  // `attention`: none where texts are read as the engine reads them.
+  explicit Session(Engine& engine, std::shared_ptr<const TextAttention> attention = nullptr)
+      : engine_(engine), sequence_(engine.cache(), std::move(attention)) {}
 
   // Refuses what CheckPrompt refuses.
   GenerateResult Generate(std::span<const int32_t> prompt, const GenerateOptions& options,

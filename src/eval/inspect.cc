@@ -120,18 +120,18 @@ double Recall(const HeadChoice& head) {
 }
 
 Inspection Inspect(Engine& engine, std::span<const int32_t> prompt, int32_t last, const GenerateOptions& options,
-                   const GenerateCallbacks& callbacks) {
+                   const GenerateCallbacks& callbacks, std::shared_ptr<const TextAttention> attention) {
   PHSA_CHECK(last >= 1 && static_cast<size_t>(last) <= prompt.size());
   Watcher watcher(engine, static_cast<int32_t>(prompt.size()) - last);
   Inspection out;
   {
-    const Observing observing(engine.decoder(), [&](const LayerAttention& attention) { watcher.Watch(attention); });
-    Session session(engine);
+    const Observing observing(engine.decoder(), [&](const LayerAttention& seen) { watcher.Watch(seen); });
+    Session session(engine, attention);
     out.result = session.Generate(prompt, options, callbacks);
   }
   const ModelConfig& config = engine.config();
   out.model = config.name;
-  out.attention = engine.options().attention;
+  out.attention = attention != nullptr ? attention->settings : engine.options().attention;
   out.num_layers = config.num_layers;
   out.num_q_heads = config.num_q_heads;
   out.num_kv_heads = config.num_kv_heads;

@@ -51,9 +51,10 @@ double Recall(const QueryChoice& query);
 double Recall(const HeadChoice& head);
 
 // Reads the prompt and writes the answer (options.max_tokens may be 0: none), and keeps what was chosen for the
-// prompt's last `last` tokens and for each token of the answer that was read. 1 <= last <= prompt.size().
+// prompt's last `last` tokens and for each token of the answer that was read. 1 <= last <= prompt.size(). `attention`:
+// none where the text is read as the engine reads texts.
 Inspection Inspect(Engine& engine, std::span<const int32_t> prompt, int32_t last, const GenerateOptions& options,
-                   const GenerateCallbacks& callbacks);
+                   const GenerateCallbacks& callbacks, std::shared_ptr<const TextAttention> attention = nullptr);
 
 // The text of each token. A character that several tokens share stands whole at the last of them and the others are
 // empty; bytes that are no character are U+FFFD. Control tokens are shown by their names.

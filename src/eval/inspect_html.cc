@@ -1,6 +1,7 @@
 #include "eval/inspect_html.h"
 
 #include <cmath>
+#include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <string_view>
 
@@ -9,13 +10,16 @@
 namespace phsa {
 
 extern const std::string_view kInspectPage;  // inspect_page.html
+// What the server's page has too: web/theme.css and so on.
+extern const std::string_view kWebTheme, kWebExplorer, kWebThemeScript, kWebExplorerScript;
 
 namespace {
 
 using Json = nlohmann::json;
 
-// Where the page takes its data.
-constexpr std::string_view kPlaceholder = "{\"here\": \"the data\"}";
+// Where the page takes its parts, in this order.
+constexpr std::string_view kStylesHere = "/* here: the styles */", kDataHere = "{\"here\": \"the data\"}",
+                           kModulesHere = "/* here: the modules */";
 
 // Numbers become integers in these units: half the bytes, and more digits than a colour can show.
 constexpr double kScoreUnit = 1e-5, kRecallUnit = 1e-4;
@@ -99,11 +103,19 @@ std::string InspectionHtml(const Inspection& inspection) {
                      {"readShare", inspection.Read().share()},
                      {"layers", std::move(layers)},
                      {"queries", std::move(queries)}};
-  const size_t at = kInspectPage.find(kPlaceholder);
-  PHSA_CHECK(at != std::string_view::npos);
-  std::string out(kInspectPage.substr(0, at));
-  out += ForScript(data);
-  out += kInspectPage.substr(at + kPlaceholder.size());
+  std::string out;
+  std::string_view rest = kInspectPage;
+  const auto put = [&](std::string_view placeholder, std::initializer_list<std::string_view> parts) {
+    const size_t at = rest.find(placeholder);
+    PHSA_CHECK(at != std::string_view::npos);
+    out += rest.substr(0, at);
+    for (const std::string_view part : parts) out += part;
+    rest.remove_prefix(at + placeholder.size());
+  };
+  put(kStylesHere, {kWebTheme, kWebExplorer});
+  put(kDataHere, {ForScript(data)});
+  put(kModulesHere, {kWebThemeScript, kWebExplorerScript});
+  out += rest;
   return out;
 }
 

@@ -221,6 +221,7 @@ std::string InspectionJson(const Inspection& inspection) {
                     {"tokens", inspection.tokens},
                     {"text", inspection.text},
                     {"punctuation", Positions(inspection.flags)},
+                    {"special", Positions(inspection.special)},
                     {"answer", inspection.result.text},
                     {"recall", Rounded(inspection.Recall())},
                     {"read_share", Rounded(inspection.Read().share())},

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <new>
+#include <set>
 
 #include "base/dtype.h"
 #include "base/errors.h"
@@ -38,23 +39,28 @@ ActivationType ActivationsFor(WeightType weights, ActivationType wanted, Activat
 const float* Data(const Vector& vector) { return vector.empty() ? nullptr : vector.data(); }
 
 struct BufferSizes {
-  size_t residual, projected, queries, keys, intermediate, cos_sin, logits, attention_queries, linear;
+  size_t residual, projected, queries, keys, intermediate, cos_sin, logits, attention_queries, linear, low_rank, added;
 };
 
-BufferSizes SizesOf(const ModelConfig& config, int32_t kv_dtype, int32_t max_rows, int32_t num_threads) {
+BufferSizes SizesOf(const ModelConfig& config, int32_t kv_dtype, int32_t max_rows, const AdapterSizes& adapter,
+                    int32_t num_threads) {
   const auto m = static_cast<size_t>(max_rows);
   const auto q_width = static_cast<size_t>(config.num_q_heads) * static_cast<size_t>(config.head_dim);
   const auto kv_width = static_cast<size_t>(config.num_kv_heads) * static_cast<size_t>(config.head_dim);
+  std::set<int32_t> columns = adapter.ranks;
+  columns.insert({config.hidden, config.intermediate, static_cast<int32_t>(q_width)});
   size_t linear = 0;
   for (const WeightType weights : {WeightType::kF32, WeightType::kBf16, WeightType::kInt8, WeightType::kInt4}) {
     for (const ActivationType activations : {ActivationType::kF32, ActivationType::kBf16, ActivationType::kInt8}) {
       if (weights == WeightType::kF32 && activations != ActivationType::kF32) continue;
       if (weights == WeightType::kBf16 && activations != ActivationType::kBf16) continue;
-      for (const int32_t cols : {config.hidden, config.intermediate, static_cast<int32_t>(q_width)}) {
+      for (const int32_t cols : columns) {
         linear = std::max(linear, LinearWorkspaceSize(weights, activations, max_rows, cols, num_threads));
       }
     }
   }
+  const size_t widest = std::max(
+      {q_width + 2 * kv_width, static_cast<size_t>(config.hidden), 2 * static_cast<size_t>(config.intermediate)});
   const auto logit_rows = static_cast<size_t>(std::min(max_rows, kLogitRows));
   return {.residual = m * static_cast<size_t>(config.hidden) * sizeof(float),
           .projected = m * static_cast<size_t>(config.hidden) * sizeof(float),
@@ -64,7 +70,9 @@ BufferSizes SizesOf(const ModelConfig& config, int32_t kv_dtype, int32_t max_row
           .cos_sin = m * static_cast<size_t>(config.head_dim) * sizeof(float),
           .logits = logit_rows * static_cast<size_t>(config.vocab_size) * sizeof(float),
           .attention_queries = m * q_width * DtypeSize(kv_dtype),
-          .linear = linear};
+          .linear = linear,
+          .low_rank = m * static_cast<size_t>(adapter.rows) * sizeof(float),
+          .added = adapter.rows > 0 ? m * widest * sizeof(float) : 0};
 }
 
 }  // namespace
@@ -75,15 +83,24 @@ Buffer::Buffer(size_t bytes) : size_(bytes) {
 
 void Buffer::Free::operator()(uint8_t* data) const { ::operator delete[](data, std::align_val_t{64}); }
 
+// Items of the batch, one behind the other, that are read in the same way.
+struct Decoder::Group {
+  const TextAttention* attention = nullptr;  // null: the decoder's own
+  const PageLayout* layout = nullptr;
+  size_t first_item = 0, num_items = 0;
+  int32_t first_row = 0, num_rows = 0;
+  std::vector<Plan> plans;                           // one for each of the settings that the layers have
+  std::vector<std::vector<TokensRead>> tokens_read;  // of a layer with that plan, for each item
+  std::vector<size_t> plan_of_layer;
+};
+
 struct Decoder::Rows {
   int32_t count = 0;
   std::vector<int32_t> tokens, positions;
   std::vector<int64_t> cache_rows;  // where each row's keys lie, in elements of the cache
   std::vector<int32_t> q_lens, kv_lens, page_table;
   int64_t page_table_stride = 0;
-  std::vector<Plan> plans;                           // one for each of the settings that the layers have
-  std::vector<std::vector<TokensRead>> tokens_read;  // of a layer with that plan, for each item
-  std::vector<size_t> plan_of_layer;
+  std::vector<Group> groups;
   const KvCache* cache = nullptr;
 };
 
@@ -96,7 +113,7 @@ Decoder::Decoder(const ModelConfig& config, const Weights& weights, const LayerS
       max_rows_(max_rows),
       threads_(threads),
       rope_(MakeRope(config)) {
-  const BufferSizes sizes = SizesOf(config, kv_dtype, max_rows, threads.num_threads());
+  const BufferSizes sizes = SizesOf(config, kv_dtype, max_rows, weights.adapter, threads.num_threads());
   residual_ = Buffer(sizes.residual);
   normed_ = Buffer(sizes.residual);
   projected_ = Buffer(sizes.projected);
@@ -110,12 +127,15 @@ Decoder::Decoder(const ModelConfig& config, const Weights& weights, const LayerS
   attention_queries_ = Buffer(sizes.attention_queries);
   attention_out_ = Buffer(sizes.attention_queries);
   linear_workspace_ = Buffer(sizes.linear);
+  low_rank_ = Buffer(sizes.low_rank);
+  added_ = Buffer(sizes.added);
 }
 
-uint64_t Decoder::WorkspaceBytes(const ModelConfig& config, int32_t kv_dtype, int32_t max_rows, int32_t num_threads) {
-  const BufferSizes s = SizesOf(config, kv_dtype, max_rows, num_threads);
+uint64_t Decoder::WorkspaceBytes(const ModelConfig& config, int32_t kv_dtype, int32_t max_rows,
+                                 const AdapterSizes& adapter, int32_t num_threads) {
+  const BufferSizes s = SizesOf(config, kv_dtype, max_rows, adapter, num_threads);
   return 2 * s.residual + s.projected + s.queries + 2 * s.keys + 2 * s.intermediate + s.cos_sin + s.logits +
-         2 * s.attention_queries + s.linear;
+         2 * s.attention_queries + s.linear + s.low_rank + s.added;
 }
 
 void Decoder::Append(std::span<const BatchItem> batch, Rows& rows) {
@@ -142,9 +162,20 @@ void Decoder::Append(std::span<const BatchItem> batch, Rows& rows) {
   for (size_t i = 0; i < batch.size(); ++i) {
     Sequence& sequence = *batch[i].sequence;
     const int32_t first = sequence.length();
+    if (rows.groups.empty() || rows.groups.back().attention != sequence.attention()) {
+      Group& group = rows.groups.emplace_back();
+      group.attention = sequence.attention();
+      group.layout = &sequence.layout();
+      group.first_item = i;
+      group.first_row = static_cast<int32_t>(rows.tokens.size());
+    }
+    ++rows.groups.back().num_items;
+    rows.groups.back().num_rows += static_cast<int32_t>(batch[i].tokens.size());
+    const std::vector<uint8_t>& punctuation =
+        sequence.attention() != nullptr ? sequence.attention()->punctuation : punctuation_;
     flags.clear();
-    if (!punctuation_.empty()) {
-      for (const int32_t token : batch[i].tokens) flags.push_back(punctuation_[static_cast<size_t>(token)]);
+    if (!punctuation.empty()) {
+      for (const int32_t token : batch[i].tokens) flags.push_back(punctuation[static_cast<size_t>(token)]);
     }
     sequence.Append(batch[i].tokens, flags);
     rows.q_lens.push_back(static_cast<int32_t>(batch[i].tokens.size()));
@@ -159,13 +190,20 @@ void Decoder::Append(std::span<const BatchItem> batch, Rows& rows) {
     }
   }
 
+  for (Group& group : rows.groups) PlanGroup(rows, group);
+}
+
+void Decoder::PlanGroup(Rows& rows, Group& group) {
+  const LayerSettings& layer_settings = group.attention != nullptr ? group.attention->settings : settings_;
+  const int32_t* const q_lens = rows.q_lens.data() + group.first_item;
+  const int32_t* const kv_lens = rows.kv_lens.data() + group.first_item;
   size_t workspace = 0;
   std::vector<const Settings*> plan_settings;  // those that the layers have, each once
   for (int32_t layer = 0; layer < config_.num_layers; ++layer) {
-    const Settings& settings = settings_.ForLayer(layer);
+    const Settings& settings = layer_settings.ForLayer(layer);
     const auto known = std::find_if(plan_settings.begin(), plan_settings.end(),
                                     [&](const Settings* other) { return *other == settings; });
-    rows.plan_of_layer.push_back(static_cast<size_t>(known - plan_settings.begin()));
+    group.plan_of_layer.push_back(static_cast<size_t>(known - plan_settings.begin()));
     if (known != plan_settings.end()) continue;
     PlanDesc desc;
     desc.settings = settings;
@@ -173,20 +211,20 @@ void Decoder::Append(std::span<const BatchItem> batch, Rows& rows) {
     desc.num_q_heads = config_.num_q_heads;
     desc.num_kv_heads = config_.num_kv_heads;
     desc.head_dim = config_.head_dim;
-    desc.num_seqs = static_cast<int32_t>(batch.size());
-    desc.q_lens = rows.q_lens.data();
-    desc.kv_lens = rows.kv_lens.data();
+    desc.num_seqs = static_cast<int32_t>(group.num_items);
+    desc.q_lens = q_lens;
+    desc.kv_lens = kv_lens;
     desc.page_size = kPageTokens;
     desc.max_threads = threads_.num_threads();
-    rows.plans.emplace_back(desc);
+    group.plans.emplace_back(desc);
     plan_settings.push_back(&settings);
-    workspace = std::max(workspace, rows.plans.back().WorkspaceSize());
+    workspace = std::max(workspace, group.plans.back().WorkspaceSize());
     // A plan says what all of its sequences read together, so each has one of its own.
-    std::vector<TokensRead>& read = rows.tokens_read.emplace_back(batch.size());
+    std::vector<TokensRead>& read = group.tokens_read.emplace_back(group.num_items);
     desc.num_seqs = 1;
-    for (size_t i = 0; i < batch.size(); ++i) {
-      desc.q_lens = &rows.q_lens[i];
-      desc.kv_lens = &rows.kv_lens[i];
+    for (size_t i = 0; i < group.num_items; ++i) {
+      desc.q_lens = q_lens + i;
+      desc.kv_lens = kv_lens + i;
       Plan(desc).TokensRead(nullptr, &read[i].read, &read[i].dense);
     }
   }
@@ -205,9 +243,30 @@ void Decoder::Embed(const Rows& rows) {
             cos_sin_.floats(), threads_.executor());
 }
 
+void Decoder::Multiply(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
+                       std::span<const LinearOutput> outputs) {
+  Linear(x, x_stride, m, activations, outputs, linear_workspace_.data(), linear_workspace_.size(), threads_.executor());
+}
+
 void Decoder::Project(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
-                      ActivationType activations_int8, std::span<const LinearOutput> outputs) {
-  const phsa_executor executor = threads_.executor();
+                      ActivationType activations_int8, std::span<LinearOutput> outputs, const LowRank* adapter) {
+  const bool adapts = adapter != nullptr && adapter->a.rows() > 0;
+  if (adapts) {
+    // First, so that what is added to one row can go with its product in the place of the bias; added to several rows
+    // afterwards it is the same sum, to the last bit.
+    const int64_t rank = adapter->a.rows();
+    const LinearOutput low[] = {{&adapter->a, nullptr, low_rank_.floats(), rank}};
+    const ActivationType type = ActivationsFor(adapter->a.type(), activations, activations_int8);
+    Multiply(x, x_stride, m, type, low);
+    float* added = added_.floats();
+    for (const LowRank::Part& part : adapter->parts) {
+      LinearOutput& output = outputs[part.output];
+      const LinearOutput delta[] = {{&part.b, output.bias, added, part.b.rows()}};
+      Multiply(low_rank_.floats() + part.first, rank, m, type, delta);
+      output.bias = m == 1 ? added : nullptr;
+      added += int64_t{m} * part.b.rows();
+    }
+  }
   // Products of one weight type go in one call; a file may mix types within a layer.
   std::vector<LinearOutput> call;
   size_t done = 0;
@@ -217,10 +276,16 @@ void Decoder::Project(const float* x, int64_t x_stride, int32_t m, ActivationTyp
       if (output.weights->type() == type) call.push_back(output);
     }
     if (call.empty()) continue;
-    Linear(x, x_stride, m, ActivationsFor(type, activations, activations_int8), call, linear_workspace_.data(),
-           linear_workspace_.size(), executor);
+    Multiply(x, x_stride, m, ActivationsFor(type, activations, activations_int8), call);
     done += call.size();
-    if (done == outputs.size()) return;
+    if (done == outputs.size()) break;
+  }
+  if (!adapts || m == 1) return;
+  const float* added = added_.floats();
+  for (const LowRank::Part& part : adapter->parts) {
+    const LinearOutput& output = outputs[part.output];
+    AddRows(output.y, output.y_stride, added, part.b.rows(), m, part.b.rows(), threads_.executor());
+    added += int64_t{m} * part.b.rows();
   }
 }
 
@@ -237,13 +302,13 @@ void Decoder::Layer(int32_t index, const Rows& rows) {
   }
   times_.other += SecondsSince(clock);
 
-  const LinearOutput qkv[] = {{&w.q, Data(w.q_bias), queries_.floats(), q_width},
-                              {&w.k, Data(w.k_bias), keys_.floats(), kv_width},
-                              {&w.v, Data(w.v_bias), values_.floats(), kv_width}};
-  Project(normed_.floats(), hidden, m, weights_.activations.qkv, weights_.activations.layer_int8, qkv);
+  LinearOutput qkv[] = {{&w.q, Data(w.q_bias), queries_.floats(), q_width},
+                        {&w.k, Data(w.k_bias), keys_.floats(), kv_width},
+                        {&w.v, Data(w.v_bias), values_.floats(), kv_width}};
+  Project(normed_.floats(), hidden, m, weights_.activations.qkv, weights_.activations.layer_int8, qkv, &w.qkv_adapter);
   times_.products += SecondsSince(clock);
 
-  const KeyValues kv = rows.cache->View(index, rows.page_table.data(), rows.page_table_stride);
+  const KeyValues kv = rows.cache->View(index, rows.page_table.data(), rows.page_table_stride, rows.cache->layout());
   RopeParams rope;
   rope.m = m;
   rope.head_dim = config_.head_dim;
@@ -274,28 +339,31 @@ void Decoder::Layer(int32_t index, const Rows& rows) {
   }
   times_.other += SecondsSince(clock);
 
-  Attend(index, rows, kv);
+  for (const Group& group : rows.groups) Attend(index, rows, group);
   clock = Clock::now();
 
   // The queries are read; their buffer takes the attention's output as f32.
   LoadRows(kv_dtype_, attention_out_.data(), q_width, m, q_width, queries_.floats(), q_width, executor);
   times_.other += SecondsSince(clock);
-  const LinearOutput output[] = {{&w.o, Data(w.o_bias), projected_.floats(), hidden}};
-  Project(queries_.floats(), q_width, m, weights_.activations.other, weights_.activations.layer_int8, output);
+  LinearOutput output[] = {{&w.o, Data(w.o_bias), projected_.floats(), hidden}};
+  Project(queries_.floats(), q_width, m, weights_.activations.other, weights_.activations.layer_int8, output,
+          &w.o_adapter);
   times_.products += SecondsSince(clock);
 
   AddRmsNorm(residual_.floats(), hidden, projected_.floats(), hidden, m, hidden, w.mlp_norm.data(), config_.rms_eps,
              normed_.floats(), hidden, executor);
   times_.other += SecondsSince(clock);
-  const LinearOutput halves[] = {{&w.gate, Data(w.gate_bias), gate_.floats(), intermediate},
-                                 {&w.up, Data(w.up_bias), up_.floats(), intermediate}};
-  Project(normed_.floats(), hidden, m, weights_.activations.gate_up, weights_.activations.layer_int8, halves);
+  LinearOutput halves[] = {{&w.gate, Data(w.gate_bias), gate_.floats(), intermediate},
+                           {&w.up, Data(w.up_bias), up_.floats(), intermediate}};
+  Project(normed_.floats(), hidden, m, weights_.activations.gate_up, weights_.activations.layer_int8, halves,
+          &w.gate_up_adapter);
   times_.products += SecondsSince(clock);
   SiluMul(gate_.floats(), intermediate, up_.floats(), intermediate, m, intermediate, gate_.floats(), intermediate,
           executor);
   times_.other += SecondsSince(clock);
-  const LinearOutput down[] = {{&w.down, Data(w.down_bias), projected_.floats(), hidden}};
-  Project(gate_.floats(), intermediate, m, weights_.activations.other, weights_.activations.layer_int8, down);
+  LinearOutput down[] = {{&w.down, Data(w.down_bias), projected_.floats(), hidden}};
+  Project(gate_.floats(), intermediate, m, weights_.activations.other, weights_.activations.layer_int8, down,
+          &w.down_adapter);
   times_.products += SecondsSince(clock);
 
   // The next layer's norm, or the model's last one, in the same pass over the residual stream.
@@ -306,22 +374,25 @@ void Decoder::Layer(int32_t index, const Rows& rows) {
   times_.other += SecondsSince(clock);
 }
 
-void Decoder::Attend(int32_t index, const Rows& rows, const KeyValues& kv) {
+void Decoder::Attend(int32_t index, const Rows& rows, const Group& group) {
   const int32_t q_width = config_.num_q_heads * config_.head_dim;
-  const size_t planned = rows.plan_of_layer[static_cast<size_t>(index)];
-  const Plan& plan = rows.plans[planned];
+  const size_t planned = group.plan_of_layer[static_cast<size_t>(index)];
+  const Plan& plan = group.plans[planned];
+  const size_t first = static_cast<size_t>(group.first_row) * static_cast<size_t>(q_width) * DtypeSize(kv_dtype_);
   auto forward = Init<ForwardParams>();
-  forward.q = attention_queries_.data();
+  forward.q = attention_queries_.data() + first;
   forward.q_token_stride = q_width;
   forward.q_head_stride = config_.head_dim;
-  forward.kv = kv;
-  forward.out = attention_out_.data();
+  forward.kv =
+      rows.cache->View(index, rows.page_table.data() + static_cast<int64_t>(group.first_item) * rows.page_table_stride,
+                       rows.page_table_stride, *group.layout);
+  forward.out = attention_out_.data() + first;
   forward.out_token_stride = q_width;
   forward.out_head_stride = config_.head_dim;
   forward.workspace = attention_workspace_.data();
   forward.workspace_size = attention_workspace_.size();
   forward.executor = threads_.executor();
-  const auto count = static_cast<size_t>(rows.count);
+  const auto count = static_cast<size_t>(group.num_rows);
   const size_t slots = count * static_cast<size_t>(plan.SelectionHeads()) * static_cast<size_t>(plan.SelectionSlots());
   const bool apart = stages_apart_ && slots > 0;
   if (slots > 0 && (observer_ || apart)) {
@@ -344,11 +415,15 @@ void Decoder::Attend(int32_t index, const Rows& rows, const KeyValues& kv) {
     plan.Forward(forward);
   }
   times_.attention += SecondsSince(clock);
-  for (size_t i = 0; i < step_tokens_read_.size(); ++i) {
-    step_tokens_read_[i] += rows.tokens_read[planned][i];
-    tokens_read_ += rows.tokens_read[planned][i];
+  for (size_t i = 0; i < group.num_items; ++i) {
+    step_tokens_read_[group.first_item + i] += group.tokens_read[planned][i];
+    tokens_read_ += group.tokens_read[planned][i];
   }
-  if (observer_) observer_({index, plan, settings_.ForLayer(index), forward, rows.q_lens, rows.kv_lens});
+  if (!observer_) return;
+  const LayerSettings& settings = group.attention != nullptr ? group.attention->settings : settings_;
+  observer_({index, plan, settings.ForLayer(index), forward,
+             std::span(rows.q_lens).subspan(group.first_item, group.num_items),
+             std::span(rows.kv_lens).subspan(group.first_item, group.num_items)});
 }
 
 void Decoder::EmitLogits(std::span<const BatchItem> batch, const Rows& rows, const LogitsSink& sink) {
@@ -378,8 +453,9 @@ void Decoder::EmitLogits(std::span<const BatchItem> batch, const Rows& rows, con
                   normed_.floats() + int64_t{wanted[first + static_cast<size_t>(i)].packed_row} * hidden,
                   static_cast<size_t>(hidden) * sizeof(float));
     }
-    const LinearOutput output[] = {{&weights_.logits(), nullptr, logits_.floats(), vocab}};
-    Project(residual_.floats(), hidden, count, weights_.activations.logits, weights_.activations.logits, output);
+    LinearOutput output[] = {{&weights_.logits(), nullptr, logits_.floats(), vocab}};
+    Project(residual_.floats(), hidden, count, weights_.activations.logits, weights_.activations.logits, output,
+            nullptr);
     times_.products += SecondsSince(clock);
     for (int32_t i = 0; i < count; ++i) {
       const Wanted& at = wanted[first + static_cast<size_t>(i)];

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "model/kv_cache.h"
@@ -74,18 +75,20 @@ using LogitsSink = std::function<void(int32_t item, int32_t row, const float* lo
 
 class Decoder {
  public:
-  // `max_rows`: the most tokens of a step. settings: how each layer reads the cache.
+  // `max_rows`: the most tokens of a step. settings: how each layer reads the cache, for sequences that do not say.
   Decoder(const ModelConfig& config, const Weights& weights, const LayerSettings& settings, int32_t kv_dtype,
           int32_t max_rows, ThreadPool& threads);
 
   // `flags`: whether each token of the vocabulary is punctuation; empty: none is.
   void SetPunctuation(std::vector<uint8_t> flags) { punctuation_ = std::move(flags); }
   const std::vector<uint8_t>& punctuation() const { return punctuation_; }
-  // Called after each layer's attention; empty: nobody looks.
-  void Observe(AttentionObserver observer) { observer_ = std::move(observer); }
+  // Called after each layer's attention, once for each way in which the step's sequences are read; empty: nobody looks.
+  // Returns who looked before.
+  AttentionObserver Observe(AttentionObserver observer) { return std::exchange(observer_, std::move(observer)); }
   // Runs the attention stage by stage, so that `times` has the selection apart: the same results, a little later.
   void TimeStages(bool apart) { stages_apart_ = apart; }
-  // Throws phsa::Error where a sequence does not fit into its cache; then no sequence has changed.
+  // Sequences may be read in different ways; those that are read alike are best side by side in the batch. Throws
+  // phsa::Error where a sequence does not fit into its cache; then no sequence has changed.
   void Step(std::span<const BatchItem> batch, const LogitsSink& sink);
 
   int32_t max_rows() const { return max_rows_; }
@@ -94,17 +97,23 @@ class Decoder {
   // Of the last step, for each item of its batch.
   std::span<const TokensRead> step_tokens_read() const { return step_tokens_read_; }
   // Bytes of all buffers that a decoder with these sizes holds, without making one.
-  static uint64_t WorkspaceBytes(const ModelConfig& config, int32_t kv_dtype, int32_t max_rows, int32_t num_threads);
+  static uint64_t WorkspaceBytes(const ModelConfig& config, int32_t kv_dtype, int32_t max_rows,
+                                 const AdapterSizes& adapter, int32_t num_threads);
 
  private:
   struct Rows;  // the batch of the step, packed
+  struct Group;
   void Append(std::span<const BatchItem> batch, Rows& rows);
+  void PlanGroup(Rows& rows, Group& group);
   void Embed(const Rows& rows);
   void Layer(int32_t index, const Rows& rows);
-  void Attend(int32_t index, const Rows& rows, const KeyValues& kv);
+  void Attend(int32_t index, const Rows& rows, const Group& group);
   void EmitLogits(std::span<const BatchItem> batch, const Rows& rows, const LogitsSink& sink);
+  // y = x · Wᵀ + bias for each of the outputs, with what the adapter adds to them; changes `outputs`.
   void Project(const float* x, int64_t x_stride, int32_t m, ActivationType activations, ActivationType activations_int8,
-               std::span<const LinearOutput> outputs);
+               std::span<LinearOutput> outputs, const LowRank* adapter);
+  void Multiply(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
+                std::span<const LinearOutput> outputs);
 
   const ModelConfig& config_;
   const Weights& weights_;
@@ -117,6 +126,7 @@ class Decoder {
   Buffer residual_, normed_, queries_, keys_, values_, gate_, up_, projected_, cos_sin_, logits_;
   Buffer attention_queries_, attention_out_;  // [max_rows][q heads · head_dim] in the cache's dtype
   Buffer linear_workspace_, attention_workspace_;
+  Buffer low_rank_, added_;  // [max_rows][adapter rows], [max_rows][widths of the outputs of one x]
   AttentionObserver observer_;
   bool stages_apart_ = false;
   std::vector<float> lse_, selection_scores_;  // for the observer

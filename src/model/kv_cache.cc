@@ -23,7 +23,7 @@ int32_t KvTypeFromName(std::string_view name) {
   ThrowInvalid("--kv-type is {}; allowed: f32, f16, bf16", Quoted(name));
 }
 
-PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings, int32_t kv_dtype)
+PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings, int32_t kv_dtype, size_t room)
     : dtype(kv_dtype), num_layers(config.num_layers), num_kv_heads(config.num_kv_heads), head_dim(config.head_dim) {
   const size_t element = DtypeSize(dtype);
   const size_t keys = Align(element * kPageTokens * static_cast<size_t>(num_kv_heads) * static_cast<size_t>(head_dim));
@@ -45,19 +45,29 @@ PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings,
     layer.keys = page_bytes;
     layer.values = layer.keys + keys;
     layer.representatives = layer.values + keys;
-    page_bytes = layer.representatives;
+    size_t bytes = Align(room);
     if (plan.SelectionSlots() > 0) {
       layer.rep_width = plan.RepWidth();
       layer.rep_rows = kPageTokens / plan.RepStride();
       overhang = std::max(overhang, kPageTokens - static_cast<int32_t>(plan.NumReps()) * plan.RepStride());
-      const size_t bytes = Align(element * static_cast<size_t>(layer.rep_rows) * static_cast<size_t>(num_kv_heads) *
-                                 static_cast<size_t>(layer.rep_width));
-      page_bytes += bytes;
-      representative_bytes += bytes;
+      bytes = std::max(bytes, Align(element * static_cast<size_t>(layer.rep_rows) * static_cast<size_t>(num_kv_heads) *
+                                    static_cast<size_t>(layer.rep_width)));
     }
+    page_bytes = layer.representatives + bytes;
+    representative_bytes += bytes;
     key_value_bytes += 2 * keys;
     layers.push_back(layer);
   }
+}
+
+size_t PageLayout::RepresentativeRoom(const ModelConfig& config, const LayerSettings& settings, int32_t dtype) {
+  const PageLayout layout(config, settings, dtype);
+  size_t most = 0;
+  for (size_t i = 0; i < layout.layers.size(); ++i) {
+    const size_t end = i + 1 < layout.layers.size() ? layout.layers[i + 1].keys : layout.page_bytes;
+    most = std::max(most, end - layout.layers[i].representatives);
+  }
+  return most;
 }
 
 KvCache::KvCache(PageLayout layout, int32_t num_pages) : layout_(std::move(layout)), num_pages_(num_pages) {
@@ -95,8 +105,9 @@ void KvCache::ReturnPage(int32_t page) {
 
 int64_t KvCache::page_elements() const { return static_cast<int64_t>(layout_.page_bytes / DtypeSize(layout_.dtype)); }
 
-KeyValues KvCache::View(int32_t layer, const int32_t* page_table, int64_t page_table_stride) const {
-  const PageLayout::Layer& at = layout_.layers[static_cast<size_t>(layer)];
+KeyValues KvCache::View(int32_t layer, const int32_t* page_table, int64_t page_table_stride,
+                        const PageLayout& layout) const {
+  const PageLayout::Layer& at = layout.layers[static_cast<size_t>(layer)];
   auto kv = Init<KeyValues>();
   kv.k = memory_ + at.keys;
   kv.v = memory_ + at.values;
@@ -116,21 +127,30 @@ KeyValues KvCache::View(int32_t layer, const int32_t* page_table, int64_t page_t
   return kv;
 }
 
+Sequence::Sequence(KvCache& cache, std::shared_ptr<const TextAttention> attention)
+    : cache_(&cache), attention_(std::move(attention)) {
+  PHSA_CHECK(layout().page_bytes == cache.layout().page_bytes);
+}
+
 Sequence::Sequence(Sequence&& other) noexcept
-    : cache_(other.cache_), tokens_(std::move(other.tokens_)), pages_(std::move(other.pages_)) {
+    : cache_(other.cache_),
+      attention_(other.attention_),  // what is left behind is an empty text of the same kind
+      tokens_(std::move(other.tokens_)),
+      pages_(std::move(other.pages_)) {
   other.tokens_.clear();
   other.pages_.clear();
 }
 
 Sequence& Sequence::operator=(Sequence&& other) noexcept {
   std::swap(cache_, other.cache_);
+  attention_.swap(other.attention_);
   tokens_.swap(other.tokens_);
   pages_.swap(other.pages_);
   return *this;
 }
 
 Sequence Sequence::Fork() const {
-  Sequence fork(*cache_);
+  Sequence fork(*cache_, attention_);
   fork.tokens_ = tokens_;
   fork.pages_ = pages_;
   for (const int32_t page : pages_) cache_->SharePage(page);
@@ -145,7 +165,7 @@ size_t Sequence::PagesToAppend(int32_t count) const {
 }
 
 size_t Sequence::FirstWrittenPage() const {
-  const auto overhang = static_cast<size_t>(cache_->layout().overhang);
+  const auto overhang = static_cast<size_t>(layout().overhang);
   return (tokens_.size() - std::min(tokens_.size(), overhang)) / kPageTokens;
 }
 

@@ -26,7 +26,11 @@ int32_t KvTypeFromName(std::string_view name);  // phsa_dtype of f32, f16, bf16;
 //   [flags: kPageTokens][layer 0: K [kv_head][token][head_dim], V likewise, representatives
 //   [row][kv_head][width]][layer 1] …
 struct PageLayout {
-  PageLayout(const ModelConfig& config, const LayerSettings& settings, int32_t dtype);
+  // `room`: bytes that each layer of a page has for representatives at least. Layouts of a model with the same room
+  // agree in all offsets as long as it suffices.
+  PageLayout(const ModelConfig& config, const LayerSettings& settings, int32_t dtype, size_t room = 0);
+  // The room that the representatives of these settings take.
+  static size_t RepresentativeRoom(const ModelConfig& config, const LayerSettings& settings, int32_t dtype);
 
   int32_t dtype = PHSA_F32;
   int32_t num_layers = 0, num_kv_heads = 0, head_dim = 0;
@@ -40,6 +44,13 @@ struct PageLayout {
   int32_t overhang = 0;
   size_t page_bytes = 0;
   size_t key_value_bytes = 0, representative_bytes = 0;  // of a page, all layers
+};
+
+// How a text is read, where that is not how the decoder reads texts unless told.
+struct TextAttention {
+  LayerSettings settings;
+  std::vector<uint8_t> punctuation;  // whether each token of the vocabulary is; empty: none is
+  PageLayout layout;                 // with the same offsets as that of the cache
 };
 
 class KvCache {
@@ -65,7 +76,8 @@ class KvCache {
   }
 
   // What the attention of a layer reads; the page tables are the caller's.
-  KeyValues View(int32_t layer, const int32_t* page_table, int64_t page_table_stride) const;
+  // `layout`: that of the texts.
+  KeyValues View(int32_t layer, const int32_t* page_table, int64_t page_table_stride, const PageLayout& layout) const;
   // Where token `offset` of `page` lies, in elements from View(layer).k or .v; heads are kPageTokens · head_dim apart.
   int64_t TokenElement(int32_t page, int32_t offset) const {
     return page * page_elements() + int64_t{offset} * layout_.head_dim;
@@ -90,7 +102,8 @@ inline size_t CommonPrefix(std::span<const int32_t> a, std::span<const int32_t> 
 // The tokens of one text, and their pages.
 class Sequence {
  public:
-  explicit Sequence(KvCache& cache) : cache_(&cache) {}
+  // `attention`: none where it is read as the decoder reads texts unless told.
+  explicit Sequence(KvCache& cache, std::shared_ptr<const TextAttention> attention = nullptr);
   ~Sequence() { Truncate(0); }
   Sequence(Sequence&& other) noexcept;
   Sequence& operator=(Sequence&& other) noexcept;
@@ -102,6 +115,8 @@ class Sequence {
   const std::vector<int32_t>& tokens() const { return tokens_; }
   const std::vector<int32_t>& pages() const { return pages_; }
   KvCache& cache() const { return *cache_; }
+  const TextAttention* attention() const { return attention_.get(); }
+  const PageLayout& layout() const { return attention_ != nullptr ? attention_->layout : cache_->layout(); }
 
   // Pages that appending `count` tokens takes from the cache, copies of shared ones that it writes into included.
   size_t PagesToAppend(int32_t count) const;
@@ -113,6 +128,7 @@ class Sequence {
   // The first page that appending writes into, keys or representatives; pages_.size() where that is a new one.
   size_t FirstWrittenPage() const;
   KvCache* cache_;
+  std::shared_ptr<const TextAttention> attention_;
   std::vector<int32_t> tokens_, pages_;
 };
 

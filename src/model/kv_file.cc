@@ -88,10 +88,18 @@ class Header {
 
 std::string ModelFingerprint(const ModelSource& source) {
   Sha256 hash;
-  for (const Tensor* tensor : source.Tensors()) {
-    const std::string line = fmt::format("{} {} {}\n", tensor->name, static_cast<int>(tensor->type), tensor->bytes);
+  const auto add = [&](const Tensor& tensor, size_t most) {
+    const std::string line = fmt::format("{} {} {}\n", tensor.name, static_cast<int>(tensor.type), tensor.bytes);
     hash.Update(line.data(), line.size());
-    hash.Update(tensor->data, std::min<size_t>(tensor->bytes, kFingerprintBytes));
+    hash.Update(tensor.data, std::min(tensor.bytes, most));
+  };
+  for (const Tensor* tensor : source.Tensors()) add(*tensor, kFingerprintBytes);
+  if (source.adapter() == nullptr) return hash.Hex();
+  // All of it: two adapters of one training may begin alike.
+  for (const auto& [name, matrix] : source.adapter()->matrices()) {
+    add(matrix.a, matrix.a.bytes);
+    add(matrix.b, matrix.b.bytes);
+    hash.Update(&matrix.scale, sizeof(matrix.scale));
   }
   return hash.Hex();
 }

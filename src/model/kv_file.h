@@ -21,7 +21,7 @@ namespace phsa {
 // What keys and values depend on besides the tokens, in words: a file is only read where all of it is the same.
 using KvIdentity = std::vector<std::pair<std::string, std::string>>;  // no line breaks, no colon in a name
 
-// Of a model's weights: names, types, sizes and the beginnings of all tensors.
+// Of a model's weights: names, types, sizes and the beginnings of all tensors, and the whole of its adapter.
 std::string ModelFingerprint(const ModelSource& source);
 
 // The file appears whole or not at all.

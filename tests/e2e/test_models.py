@@ -72,9 +72,9 @@ def make_model(name, folder, dtype=torch.float32):
     return model
 
 
-def our_logits(folder, ids, weights="f32", kv_type="f32", chunk=64, threads=2):
+def our_logits(folder, ids, weights="f32", kv_type="f32", chunk=64, threads=2, adapter=None):
     done = subprocess.run(
-        [BIN / "logits_of", folder, weights, kv_type, str(chunk), str(threads)],
+        [BIN / "logits_of", folder, weights, kv_type, str(chunk), str(threads), *([adapter] if adapter else [])],
         input=" ".join(map(str, ids)).encode(),
         capture_output=True,
     )

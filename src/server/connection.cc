@@ -1,0 +1,388 @@
+#include "server/connection.h"
+
+#include <sys/socket.h>
+
+#include <boost/asio/bind_executor.hpp>
+#include <boost/asio/post.hpp>
+#include <boost/asio/write.hpp>
+#include <utility>
+
+#include "base/errors.h"
+#include "server/answers.h"
+
+namespace phsa::server {
+
+using boost::asio::ip::tcp;
+
+namespace {
+
+// A connection that says nothing must not hold the end of the server up.
+constexpr std::chrono::milliseconds kDrainingIdle{1000};
+
+}  // namespace
+
+HttpRequest RequestHead(const http::request_header<>& header) {
+  const auto field = [&](http::field name) { return std::string(header[name]); };
+  HttpRequest request;
+  request.method = std::string(header.method_string());
+  request.target = std::string(header.target());
+  request.content_type = field(http::field::content_type);
+  request.authorization = field(http::field::authorization);
+  request.origin = field(http::field::origin);
+  return request;
+}
+
+int ParserStatus(const beast::error_code& error) {
+  if (error == http::error::header_limit || error == http::error::buffer_overflow) return 431;
+  if (error == http::error::body_limit) return 413;
+  return 400;
+}
+
+Connection::Connection(tcp::socket socket, const Context& context)
+    : socket_(std::move(socket)),
+      context_(context),
+      timer_(socket_.get_executor()),
+      buffer_(context.options.max_header_bytes + (64 << 10)) {
+  beast::error_code error;
+  const tcp::endpoint peer = socket_.remote_endpoint(error);
+  peer_ = error ? "unknown" : peer.address().to_string();
+  socket_.set_option(tcp::no_delay(true), error);
+  context_.metrics.CountConnection(1);
+}
+
+Connection::~Connection() {
+  context_.metrics.CountConnection(-1);
+  context_.closed(this);
+}
+
+void Connection::Start() {
+  asio::post(socket_.get_executor(), [self = shared_from_this()] { self->ReadNext(); });
+}
+
+void Connection::Post(std::function<void()> work) {
+  asio::post(socket_.get_executor(), [self = shared_from_this(), work = std::move(work)] { work(); });
+}
+
+void Connection::CloseIfIdle() {
+  Post([this] {
+    if (state_ == State::kIdle) Shut();
+  });
+}
+
+void Connection::Close() {
+  Post([this] { Shut(); });
+}
+
+void Connection::Shut() {
+  if (std::exchange(state_, State::kClosed) == State::kClosed) return;
+  beast::error_code ignored;
+  timer_.cancel();
+  socket_.shutdown(tcp::socket::shutdown_both, ignored);
+  socket_.close(ignored);
+  if (const auto cancel = std::exchange(cancel_, {})) cancel();
+}
+
+// What is awaited is aborted when its time is over, and its handler sees `timed_out_`.
+void Connection::SetDeadline(std::chrono::milliseconds timeout, const char* what) {
+  timer_.expires_after(timeout);
+  timer_.async_wait([self = shared_from_this(), what, generation = ++generation_](const beast::error_code& error) {
+    if (error || self->generation_ != generation) return;
+    self->timed_out_ = what;
+    beast::error_code ignored;
+    self->socket_.cancel(ignored);
+  });
+}
+
+void Connection::ReadNext() {
+  // One that came after the server began to stop hears why it is refused.
+  const bool draining = context_.draining();
+  if (draining && served_) {
+    Shut();
+    return;
+  }
+  state_ = State::kIdle;
+  timed_out_ = nullptr;
+  if (buffer_.size() > 0) {
+    ReadHeader();
+    return;
+  }
+  SetDeadline(draining ? kDrainingIdle : context_.options.idle_timeout, "a request");
+  socket_.async_wait(tcp::socket::wait_read, [self = shared_from_this()](const beast::error_code& error) {
+    if (self->state_ != State::kIdle) return;
+    if (error) {
+      self->Shut();
+    } else {
+      self->ReadHeader();
+    }
+  });
+}
+
+void Connection::ReadHeader() {
+  state_ = State::kHeader;
+  served_ = true;
+  begun_ = std::chrono::steady_clock::now();
+  bytes_ = 0;
+  status_ = 0;
+  request_ = {};
+  keep_alive_ = false;
+  parser_.emplace();
+  parser_->header_limit(context_.options.max_header_bytes);
+  parser_->body_limit(context_.options.max_body_bytes);
+  SetDeadline(context_.options.header_timeout, "the header");
+  http::async_read_header(socket_, buffer_, *parser_,
+                          [self = shared_from_this()](const beast::error_code& error, size_t) {
+                            if (self->state_ == State::kHeader) self->OnHeader(error);
+                          });
+}
+
+void Connection::OnReadFailed(const beast::error_code& error) {
+  if (timed_out_ != nullptr) {
+    RefuseAndClose(HttpError(408, fmt::format("{}: {} is missing", StatusText(408), timed_out_)));
+  } else if (error.category() == http::make_error_code(http::error::bad_method).category() &&
+             error != http::error::end_of_stream && error != http::error::partial_message) {
+    const int status = ParserStatus(error);
+    RefuseAndClose(HttpError(status, StatusText(status)));
+  } else {
+    if (state_ == State::kBody) Log("the client has gone before its request was complete");
+    Shut();
+  }
+}
+
+void Connection::OnHeader(const beast::error_code& error) {
+  if (error && (!parser_->is_header_done() || error != http::error::body_limit)) {
+    OnReadFailed(error);
+    return;
+  }
+  request_ = RequestHead(parser_->get().base());
+  if (error) {
+    OnReadFailed(error);
+    return;
+  }
+  try {
+    context_.service.CheckHead(request_);
+  } catch (const HttpError& refused) {
+    // The body need not come, and what follows it cannot be told from it.
+    if (parser_->is_done()) {
+      keep_alive_ = parser_->get().keep_alive();
+      state_ = State::kWork;
+      Answer(ErrorResponse(refused));
+    } else {
+      RefuseAndClose(refused);
+    }
+    return;
+  }
+  ReadBody();
+}
+
+void Connection::ReadBody() {
+  state_ = State::kBody;
+  SetDeadline(context_.options.body_timeout, "the body");
+  const auto read = [self = shared_from_this()] {
+    http::async_read(self->socket_, self->buffer_, *self->parser_, [self](const beast::error_code& error, size_t) {
+      if (self->state_ == State::kBody) self->OnBody(error);
+    });
+  };
+  if (!beast::iequals(parser_->get()[http::field::expect], "100-continue")) {
+    read();
+    return;
+  }
+  static const std::string kContinue = "HTTP/1.1 100 Continue\r\n\r\n";
+  asio::async_write(socket_, asio::buffer(kContinue),
+                    [self = shared_from_this(), read](const beast::error_code& error, size_t) {
+                      if (self->state_ != State::kBody) return;
+                      if (error) {
+                        self->OnReadFailed(error);
+                      } else {
+                        read();
+                      }
+                    });
+}
+
+void Connection::OnBody(const beast::error_code& error) {
+  if (error) {
+    OnReadFailed(error);
+    return;
+  }
+  ++generation_;  // the deadline is met
+  timer_.cancel();
+  keep_alive_ = parser_->get().keep_alive();
+  chunked_ = parser_->get().version() >= 11;
+  request_.body = std::move(parser_->get().body());
+  parser_.reset();
+  state_ = State::kWork;
+  std::function<void()> cancel = context_.service.Handle(request_, shared_from_this());
+  request_.body = {};
+  if (state_ == State::kClosed) {
+    if (cancel) cancel();
+    return;
+  }
+  cancel_ = std::move(cancel);
+  if (cancel_) WatchClient();
+}
+
+// While the answer is made nothing is read, so somebody has to see that the client goes. What it sends already is its
+// next request, and stays where it is.
+void Connection::WatchClient() {
+  if (watching_ || buffer_.size() > 0) return;
+  watching_ = true;
+  socket_.async_wait(tcp::socket::wait_read, [self = shared_from_this()](const beast::error_code& error) {
+    self->watching_ = false;
+    if (error || (self->state_ != State::kWork && self->state_ != State::kStreaming)) return;
+    char byte;
+    const ssize_t count = recv(self->socket_.native_handle(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    if (count > 0) return;
+    if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+      self->WatchClient();
+      return;
+    }
+    self->ClientGone("the client has gone");
+  });
+}
+
+void Connection::ClientGone(const char* how) {
+  if (status_ == 0) status_ = 499;  // nginx's word for it
+  Log(how);
+  Shut();
+}
+
+void Connection::RefuseAndClose(const HttpError& error) {
+  state_ = State::kWork;
+  keep_alive_ = false;
+  timed_out_ = nullptr;
+  Answer(ErrorResponse(error));
+}
+
+template <class Message>
+void Connection::SetHeaders(Message& message) const {
+  for (const auto& [name, value] : context_.service.CommonHeaders(request_)) message.set(name, value);
+}
+
+void Connection::Answer(HttpResponse response) {
+  if (state_ != State::kWork) return;
+  state_ = State::kWriting;
+  cancel_ = {};
+  if (context_.draining()) keep_alive_ = false;
+  status_ = response.status;
+  response_.emplace(static_cast<http::status>(response.status), 11);
+  SetHeaders(*response_);
+  for (const auto& [name, value] : response.headers) response_->set(name, value);
+  const size_t size = response.body.size();
+  if (response.status != 204) response_->set(http::field::content_type, response.content_type);
+  const bool head = request_.method == "HEAD";
+  if (!head) response_->body() = std::move(response.body);
+  response_->keep_alive(keep_alive_);
+  if (response.status != 204) response_->content_length(size);
+  serializer_.emplace(*response_);
+  bytes_ = head ? 0 : size;
+  SetDeadline(context_.options.write_timeout, "the reader");
+  const auto done = [self = shared_from_this()](const beast::error_code& error, size_t) {
+    if (self->state_ != State::kWriting) return;
+    if (error) {
+      self->ClientGone(self->timed_out_ != nullptr ? "the client did not read in time" : "the client has gone");
+    } else {
+      self->Finished(self->keep_alive_);
+    }
+  };
+  if (head) {
+    http::async_write_header(socket_, *serializer_, done);
+  } else {
+    http::async_write(socket_, *serializer_, done);
+  }
+}
+
+void Connection::BeginStream() {
+  if (state_ != State::kWork) return;
+  state_ = State::kStreaming;
+  status_ = 200;
+  stream_ended_ = false;
+  pending_.clear();
+  if (!chunked_) keep_alive_ = false;
+  stream_head_.emplace(http::status::ok, 11);
+  SetHeaders(*stream_head_);
+  stream_head_->set(http::field::content_type, "text/event-stream; charset=utf-8");
+  stream_head_->set(http::field::cache_control, "no-cache");
+  stream_head_->set("X-Accel-Buffering", "no");  // a proxy in front must not hold tokens back
+  stream_head_->keep_alive(keep_alive_);
+  if (chunked_) stream_head_->chunked(true);
+  stream_serializer_.emplace(*stream_head_);
+  stream_writing_ = true;
+  SetDeadline(context_.options.write_timeout, "the reader");
+  http::async_write_header(socket_, *stream_serializer_,
+                           [self = shared_from_this()](const beast::error_code& error, size_t) {
+                             if (self->state_ != State::kStreaming) return;
+                             self->stream_writing_ = false;
+                             if (error) {
+                               self->ClientGone("the client has gone");
+                             } else {
+                               self->FlushStream();
+                             }
+                           });
+}
+
+void Connection::Write(std::string text) {
+  if (state_ != State::kStreaming) return;
+  bytes_ += text.size();
+  pending_ += text;
+  FlushStream();
+}
+
+void Connection::EndStream() {
+  if (state_ != State::kStreaming) return;
+  stream_ended_ = true;
+  cancel_ = {};
+  FlushStream();
+}
+
+// Everything that came during a write goes into the next one.
+void Connection::FlushStream() {
+  if (stream_writing_) return;
+  ++generation_;  // nothing is being written
+  if (pending_.empty() && !stream_ended_) return;
+  if (!chunked_) {
+    writing_ = pending_;
+  } else {
+    writing_ = pending_.empty() ? "" : fmt::format("{:x}\r\n{}\r\n", pending_.size(), pending_);
+    if (stream_ended_) writing_ += "0\r\n\r\n";
+  }
+  pending_.clear();
+  stream_writing_ = true;
+  const bool last = stream_ended_;
+  SetDeadline(context_.options.write_timeout, "the reader");
+  asio::async_write(socket_, asio::buffer(writing_),
+                    [self = shared_from_this(), last](const beast::error_code& error, size_t) {
+                      if (self->state_ != State::kStreaming) return;
+                      self->stream_writing_ = false;
+                      if (error) {
+                        self->ClientGone(self->timed_out_ != nullptr ? "the client did not read in time"
+                                                                     : "the client has gone mid-stream");
+                      } else if (last) {
+                        self->Finished(self->keep_alive_);
+                      } else {
+                        self->FlushStream();
+                      }
+                    });
+}
+
+void Connection::Finished(bool keep_alive) {
+  ++generation_;
+  timer_.cancel();
+  Log("");
+  serializer_.reset();
+  response_.reset();
+  stream_serializer_.reset();
+  stream_head_.reset();
+  if (!keep_alive) {
+    Shut();
+    return;
+  }
+  ReadNext();
+}
+
+void Connection::Log(const std::string& note) {
+  context_.metrics.CountHttp(Service::CountedPath(request_.target), status_);
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun_).count();
+  context_.log.Write(
+      {peer_, request_.method.empty() ? "-" : request_.method, request_.target, status_, bytes_, seconds, note});
+}
+
+}  // namespace phsa::server

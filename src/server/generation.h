@@ -1,0 +1,66 @@
+// The answer to a completion or a chat, from the engine's parts to the client.
+#ifndef PHSA_SERVER_GENERATION_H_
+#define PHSA_SERVER_GENERATION_H_
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "server/answers.h"
+#include "server/api.h"
+#include "server/http_types.h"
+#include "server/worker.h"
+
+namespace phsa::server {
+
+// What went wrong behind the request, as an answer.
+HttpError FromException(const std::exception_ptr& error);
+
+class Generation : public TaskListener, public std::enable_shared_from_this<Generation> {
+ public:
+  // The model must outlive it.
+  // `cancelled`: raised where an answer failed, so that the others end.
+  Generation(const ServedModel& model, GenerationRequest request, std::shared_ptr<Exchange> exchange,
+             std::shared_ptr<std::atomic<bool>> cancelled);
+
+  const GenerationRequest& request() const { return request_; }
+  std::vector<Task> Tasks(const std::shared_ptr<const TextAttention>& attention) const;
+  void Begin();  // where it streams: the head, and for a chat whose turn it is
+
+  void OnPart(size_t index, AnswerPart part) override;
+  void OnEnd(size_t index, GenerateResult result, const AnswerTimes& times) override;
+  void OnInspection(Inspection) override {}
+  void OnFailure(std::exception_ptr error) override;
+
+ private:
+  // In the request's own thread.
+  void TakePart(size_t index, const AnswerPart& part);
+  void TakeEnd(size_t index, GenerateResult result, const AnswerTimes& times);
+  void TakeFailure(const std::exception_ptr& error);
+  Json Frame(const char* kind) const;  // what all bodies begin with
+  Json Choice(size_t index) const;
+  void Send(Json choice, bool last);
+  void SendEvent(const Json& json);
+
+  const ServedModel& model_;
+  const GenerationRequest request_;
+  const std::shared_ptr<Exchange> exchange_;
+  const std::shared_ptr<std::atomic<bool>> cancelled_;
+  const std::string id_;
+  const int64_t created_;
+  struct Progress {
+    bool begun = false;
+    TextPosition position;  // behind what was sent
+  };
+  std::vector<Progress> progress_;
+  std::vector<EndedAnswer> answers_;
+  size_t open_ = 0;  // answers that have not ended
+  bool failed_ = false;
+};
+
+}  // namespace phsa::server
+
+#endif  // PHSA_SERVER_GENERATION_H_

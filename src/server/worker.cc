@@ -1,0 +1,268 @@
+#include "server/worker.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "base/errors.h"
+#include "eval/query_blocks.h"
+
+namespace phsa::server {
+namespace {
+
+// Inspections hold the engine longer than any step; a second one may wait, a crowd may not.
+constexpr size_t kMaxInspections = 4;
+
+double Seconds(std::chrono::steady_clock::time_point from) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - from).count();
+}
+
+// How much of an answer was told.
+struct Told {
+  size_t text = 0, tokens = 0;
+};
+
+AnswerPart NewPart(const GenerateResult& result, Told& told) {
+  AnswerPart part;
+  const auto from = [&](const auto& list) { return list.begin() + static_cast<std::ptrdiff_t>(told.tokens); };
+  part.text = result.text.substr(told.text);
+  part.tokens.assign(from(result.tokens), result.tokens.end());
+  if (!result.log_probabilities.empty()) {
+    part.log_probabilities.assign(from(result.log_probabilities), result.log_probabilities.end());
+  }
+  if (told.tokens == 0) part.prompt_log_probabilities = result.prompt_log_probabilities;
+  told = {result.text.size(), result.tokens.size()};
+  return part;
+}
+
+}  // namespace
+
+Worker::Worker(Engine& engine, const WorkerOptions& options, Metrics& metrics)
+    : engine_(engine),
+      options_(options),
+      metrics_(metrics),
+      scheduler_(std::make_unique<Scheduler>(engine, options.max_running)) {
+  PublishState();
+  thread_ = std::thread([this] { Run(); });
+}
+
+Worker::~Worker() {
+  cancel_all_ = true;
+  {
+    const std::lock_guard lock(mutex_);
+    ending_ = true;
+  }
+  wake_.notify_one();
+  thread_.join();
+}
+
+bool Worker::Submit(std::vector<Task> tasks, std::shared_ptr<TaskListener> listener, Cancelled cancelled) {
+  const auto now = Clock::now();
+  {
+    const std::lock_guard lock(mutex_);
+    const size_t there = begun_ + incoming_.size();
+    const auto running = static_cast<size_t>(options_.max_running), waiting = static_cast<size_t>(options_.max_waiting);
+    if (there >= running && there + tasks.size() > running + waiting) return false;
+    for (Task& task : tasks) incoming_.push_back({std::move(task), listener, cancelled, now});
+  }
+  wake_.notify_one();
+  return true;
+}
+
+bool Worker::SubmitInspection(InspectTask task, std::shared_ptr<TaskListener> listener, Cancelled cancelled) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (inspections_.size() >= kMaxInspections) return false;
+    inspections_.push_back({std::move(task), std::move(listener), std::move(cancelled)});
+  }
+  wake_.notify_one();
+  return true;
+}
+
+void Worker::CancelAll() {
+  cancel_all_ = true;
+  wake_.notify_one();
+}
+
+bool Worker::Idle() const {
+  const std::lock_guard lock(mutex_);
+  return incoming_.empty() && inspections_.empty() && begun_ == 0 && !inspecting_;
+}
+
+void Worker::Run() {
+  for (;;) {
+    bool inspect = false;
+    {
+      std::unique_lock lock(mutex_);
+      wake_.wait(lock, [&] { return ending_ || !incoming_.empty() || !inspections_.empty() || begun_ > 0; });
+      if (ending_ && incoming_.empty() && inspections_.empty() && begun_ == 0) return;
+      inspect = !inspections_.empty();
+    }
+    TakeIncoming();
+    if (inspect) RunInspection();
+    Step();
+  }
+}
+
+void Worker::TakeIncoming() {
+  std::vector<Pending> incoming;
+  {
+    const std::lock_guard lock(mutex_);
+    incoming.swap(incoming_);
+    begun_ += incoming.size();
+  }
+  for (Pending& pending : incoming) Begin(std::move(pending));
+}
+
+void Worker::Begin(Pending pending) {
+  auto active = std::make_unique<Active>();
+  active->listener = pending.listener;
+  active->index = pending.task.index;
+  active->attention = pending.task.attention;
+  active->submitted = pending.submitted;
+  Request request;
+  request.prompt = std::move(pending.task.prompt);
+  request.options = std::move(pending.task.options);
+  request.attention = std::move(pending.task.attention);
+  request.stop = [this, cancelled = std::move(pending.cancelled)] { return Stopping(cancelled); };
+  request.progress = [active = active.get(), stream = pending.task.stream,
+                      told = Told{}](const GenerateResult& so_far) mutable {
+    if (active->first_token == 0) active->first_token = Seconds(active->submitted);
+    if (!stream) return;
+    AnswerPart part = NewPart(so_far, told);
+    if (!part.text.empty() || !part.tokens.empty()) active->listener->OnPart(active->index, std::move(part));
+  };
+  try {
+    active_.emplace(scheduler_->Add(std::move(request)), std::move(active));
+  } catch (...) {
+    metrics_.CountFailure();
+    active->listener->OnFailure(std::current_exception());
+    const std::lock_guard lock(mutex_);
+    --begun_;
+  }
+}
+
+void Worker::Step() {
+  try {
+    scheduler_->Step();
+    Collect();
+  } catch (...) {
+    // No memory, or a bug: the next step would meet it again.
+    Fail(std::current_exception());
+  }
+  PublishState();
+}
+
+void Worker::Collect() {
+  size_t ended = 0;
+  for (auto it = active_.begin(); it != active_.end();) {
+    const Active& active = *it->second;
+    try {
+      std::optional<GenerateResult> result = scheduler_->Take(it->first);
+      if (!result) {
+        ++it;
+        continue;
+      }
+      AnswerTimes times;
+      times.first_token = active.first_token;
+      times.end = Seconds(active.submitted);
+      times.queued = std::max(0.0, times.first_token - result->prefill_seconds);
+      metrics_.CountAnswer(*result, times, BlocksChosen(*result, active.attention.get()));
+      active.listener->OnEnd(active.index, std::move(*result), times);
+    } catch (...) {
+      metrics_.CountFailure();
+      active.listener->OnFailure(std::current_exception());
+    }
+    it = active_.erase(it);
+    ++ended;
+  }
+  if (ended == 0) return;
+  const std::lock_guard lock(mutex_);
+  begun_ -= ended;
+}
+
+void Worker::Fail(std::exception_ptr error) {
+  scheduler_ = std::make_unique<Scheduler>(engine_, options_.max_running);
+  for (const auto& [id, active] : active_) {
+    metrics_.CountFailure();
+    active->listener->OnFailure(error);
+  }
+  active_.clear();
+  const std::lock_guard lock(mutex_);
+  begun_ = 0;
+}
+
+void Worker::RunInspection() {
+  const auto front = [&]() -> PendingInspection& {
+    const std::lock_guard lock(mutex_);
+    return inspections_.front();  // only this thread takes it away
+  };
+  const InspectTask& task = front().task;
+  const auto tokens = static_cast<int64_t>(task.prompt.size()) + task.options.max_tokens;
+  scheduler_->Reserve(static_cast<int32_t>(std::min<int64_t>(tokens, engine_.plan().context)));
+  const bool stopping = Stopping(front().cancelled);
+  if (!stopping && !scheduler_->HasReserve()) return;  // after another step, perhaps
+  PendingInspection inspection;
+  {
+    const std::lock_guard lock(mutex_);
+    inspection = std::move(inspections_.front());
+    inspections_.pop_front();
+    inspecting_ = true;
+  }
+  try {
+    if (stopping) ThrowInvalid("the inspection was cancelled");
+    GenerateCallbacks callbacks;
+    callbacks.stop = [&] {
+      // The others go on between its steps, and are nobody's to watch.
+      AttentionObserver observer = engine_.decoder().Observe({});
+      TakeIncoming();
+      Step();
+      engine_.decoder().Observe(std::move(observer));
+      return Stopping(inspection.cancelled);
+    };
+    inspection.listener->OnInspection(Inspect(engine_, inspection.task.prompt, inspection.task.last,
+                                              inspection.task.options, callbacks, inspection.task.attention));
+  } catch (...) {
+    inspection.listener->OnFailure(std::current_exception());
+  }
+  scheduler_->Reserve(0);
+  const std::lock_guard lock(mutex_);
+  inspecting_ = false;
+}
+
+void Worker::PublishState() {
+  const KvCache& cache = engine_.cache();
+  EngineState state;
+  state.running = scheduler_->running();
+  state.waiting = scheduler_->waiting();
+  state.pages = cache.num_pages();
+  state.used_pages = cache.num_pages() - cache.free_pages();
+  const auto used = static_cast<uint64_t>(state.used_pages);
+  state.cache_bytes = used * cache.layout().page_bytes;
+  state.representative_bytes = used * cache.layout().representative_bytes;
+  metrics_.SetState(state);
+}
+
+int64_t Worker::BlocksChosen(const GenerateResult& result, const TextAttention* attention) const {
+  const LayerSettings& settings = attention != nullptr ? attention->settings : engine_.options().attention;
+  // The answer's last token is nobody's query.
+  const auto end = result.prompt_tokens + std::max<int32_t>(0, static_cast<int32_t>(result.tokens.size()) - 1);
+  std::map<const Settings*, int64_t> known;  // by the settings' place: layers share them
+  int64_t sum = 0;
+  for (int32_t layer = 0; layer < engine_.config().num_layers; ++layer) {
+    const Settings& own = settings.ForLayer(layer);
+    const auto [found, is_new] = known.try_emplace(&own, 0);
+    if (is_new && Chooses(own.policy)) {
+      const int64_t heads =
+          own.group_reduce == GroupReduce::kNone ? engine_.config().num_q_heads : engine_.config().num_kv_heads;
+      for (int32_t position = result.reused_tokens; position < end; ++position) {
+        const QueryBlocks blocks = BlocksOf(own, position);
+        if (!blocks.reads_all) found->second += own.top_k * heads;
+      }
+    }
+    sum += found->second;
+  }
+  return sum;
+}
+
+}  // namespace phsa::server

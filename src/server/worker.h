@@ -1,0 +1,127 @@
+// The one thread that uses the engine. It sees tokens: what is JSON, text of others or a socket stays with those who
+// give it work.
+#ifndef PHSA_SERVER_WORKER_H_
+#define PHSA_SERVER_WORKER_H_
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/scheduler.h"
+#include "eval/inspect.h"
+#include "server/metrics.h"
+
+namespace phsa::server {
+
+// What is new of an answer.
+struct AnswerPart {
+  std::string text;
+  std::vector<int32_t> tokens;
+  std::vector<TokenLogProbability> log_probabilities;
+  std::vector<TokenLogProbability> prompt_log_probabilities;  // in the first part, where they were asked for
+};
+
+// Who gave the work hears of it here, from the worker's thread. `index` is the task's.
+class TaskListener {
+ public:
+  virtual ~TaskListener() = default;
+  virtual void OnPart(size_t index, AnswerPart part) = 0;  // of tasks that stream
+  virtual void OnEnd(size_t index, GenerateResult result, const AnswerTimes& times) = 0;
+  virtual void OnInspection(Inspection inspection) = 0;
+  virtual void OnFailure(std::exception_ptr error) = 0;
+};
+
+struct Task {
+  size_t index = 0;
+  std::vector<int32_t> prompt;
+  GenerateOptions options;
+  std::shared_ptr<const TextAttention> attention;  // none: the engine's
+  bool stream = false;
+};
+
+struct InspectTask {
+  std::vector<int32_t> prompt;
+  int32_t last = 1;  // tokens of the prompt that are shown
+  GenerateOptions options;
+  std::shared_ptr<const TextAttention> attention;
+};
+
+struct WorkerOptions {
+  int32_t max_running = 64, max_waiting = 256;
+};
+
+class Worker {
+ public:
+  // `cancelled`: raised when nobody waits for the answers any more.
+  using Cancelled = std::shared_ptr<const std::atomic<bool>>;
+
+  Worker(Engine& engine, const WorkerOptions& options, Metrics& metrics);
+  ~Worker();  // cancels what is left
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  // False: the queue is full. Work that is more than the queue holds is taken if nothing waits.
+  bool Submit(std::vector<Task> tasks, std::shared_ptr<TaskListener> listener, Cancelled cancelled);
+  bool SubmitInspection(InspectTask task, std::shared_ptr<TaskListener> listener, Cancelled cancelled);
+  void CancelAll();  // all end soon, as interrupted
+  bool Idle() const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Pending {
+    Task task;
+    std::shared_ptr<TaskListener> listener;
+    Cancelled cancelled;
+    Clock::time_point submitted;
+  };
+  struct PendingInspection {
+    InspectTask task;
+    std::shared_ptr<TaskListener> listener;
+    Cancelled cancelled;
+  };
+  struct Active {
+    std::shared_ptr<TaskListener> listener;
+    size_t index = 0;
+    std::shared_ptr<const TextAttention> attention;
+    Clock::time_point submitted;
+    double first_token = 0;  // seconds; 0: none yet
+  };
+
+  void Run();
+  void TakeIncoming();
+  void Begin(Pending pending);
+  void Step();
+  void Collect();
+  void Fail(std::exception_ptr error);  // everything that is in work
+  void RunInspection();
+  void PublishState();
+  bool Stopping(const Cancelled& cancelled) const { return cancel_all_.load() || cancelled->load(); }
+  int64_t BlocksChosen(const GenerateResult& result, const TextAttention* attention) const;
+
+  Engine& engine_;
+  const WorkerOptions options_;
+  Metrics& metrics_;
+  std::unique_ptr<Scheduler> scheduler_;
+  std::map<int64_t, std::unique_ptr<Active>> active_;  // by the scheduler's number
+
+  mutable std::mutex mutex_;
+  std::condition_variable wake_;
+  std::vector<Pending> incoming_;
+  std::deque<PendingInspection> inspections_;
+  size_t begun_ = 0;  // tasks that the scheduler has, waiting or running
+  bool inspecting_ = false, ending_ = false;
+  std::atomic<bool> cancel_all_ = false;
+  std::thread thread_;
+};
+
+}  // namespace phsa::server
+
+#endif  // PHSA_SERVER_WORKER_H_

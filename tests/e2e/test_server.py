@@ -1,0 +1,773 @@
+"""`phsa serve` over real sockets: what it answers, and what clients and the system can do to it."""
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import re
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import BIN, ROOT, run_phsa
+from test_cli import write_gguf
+
+pytest.importorskip("gguf")
+
+TEXT = ROOT / "bench/data/from_sand_hill_to_pine.txt"
+CONTEXT = 2048  # of the tiny model: long enough to be read sparsely
+JSON = {"Content-Type": "application/json"}
+# Budgets for a few hundred tokens: something is left out.
+SMALL = {"attention": "phsa", "init": 16, "local": 32, "top_k": 2}
+
+
+class Server:
+    """`phsa serve` on a free port."""
+
+    def __init__(self, model, *args, env=None):
+        self.process = subprocess.Popen(
+            [BIN / "phsa", "serve", "-m", model, "--port", "0", "-t", "2", *map(str, args)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        self.lines = []
+        self.port = None
+        ready = threading.Event()
+
+        def read():
+            for line in self.process.stderr:
+                self.lines.append(line)
+                if found := re.match(r"serving .* at http://.*:(\d+)$", line):
+                    self.port = int(found[1])
+                    ready.set()
+            ready.set()
+
+        self.reader = threading.Thread(target=read, daemon=True)
+        self.reader.start()
+        assert ready.wait(120) and self.port, "".join(self.lines)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.reader.join(10)
+
+    def connect(self, timeout=60):
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+
+    def socket(self):
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def request(self, method, path, body=None, headers=None):
+        """status, headers, body"""
+        connection = self.connect()
+        with contextlib.closing(connection):
+            data = json.dumps(body) if isinstance(body, dict) else body
+            connection.request(method, path, data, JSON if headers is None else headers)
+            answer = connection.getresponse()
+            return answer.status, answer.headers, answer.read()
+
+    def get(self, path):
+        status, _, body = self.request("GET", path)
+        assert status == 200, body
+        return json.loads(body)
+
+    def post(self, path, status=200, **body):
+        got, _, answer = self.request("POST", path, body)
+        assert got == status, answer
+        return json.loads(answer)
+
+    def complete(self, prompt, **body):
+        return self.post("/v1/completions", prompt=prompt, **{"temperature": 0, **body})
+
+    def chat(self, text, **body):
+        return self.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], **body)
+
+    def stream(self, path, **body):
+        status, headers, answer = self.request("POST", path, {**body, "stream": True})
+        assert status == 200 and headers["Content-Type"].startswith("text/event-stream"), answer
+        events = answer.decode().split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+    def metric(self, name, **labels):
+        _, _, body = self.request("GET", "/metrics")
+        total = 0.0
+        for line in body.decode().splitlines():
+            if line.startswith(name + "{") and all(f'{key}="{value}"' in line for key, value in labels.items()):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    def wait_for(self, condition, seconds=20):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "".join(self.lines[-20:])
+            time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def server(tiny):
+    with Server(tiny, "--weights", "f32", "--alias", "tiny") as running:
+        yield running
+
+
+def refused(answer, param, *words):
+    error = answer["error"]
+    assert error["type"] == "invalid_request_error" and error["param"] == param, error
+    for word in words:
+        assert word in error["message"], error
+
+
+# What it answers.
+
+
+def test_small_endpoints_answer(server):
+    assert server.get("/health") == {"status": "ok"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", server.get("/version")["version"])
+    (model,) = server.get("/v1/models")["data"]
+    assert model["id"] == "tiny" and model["max_model_len"] == CONTEXT
+    assert server.get("/v1/models/tiny") == model
+    assert server.request("GET", "/v1/models/other")[0] == 404
+    info = server.get("/tokenizer_info")
+    assert info["eos_token"] == "<|im_end|>" and info["vocab_size"] == 300
+    status, headers, page = server.request("GET", "/")
+    assert status == 200 and b"<title>" in page
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_tokens_and_text_turn_into_each_other(server):
+    text = "é <|im_end|> 😀"
+    found = server.post("/tokenize", content=text, with_pieces=True)
+    assert found["count"] == len(found["tokens"]) == len(found["pieces"])
+    assert "<|im_end|>" in found["pieces"]
+    assert server.post("/detokenize", tokens=found["tokens"])["content"] == text
+    assert "<|im_end|>" not in server.post("/tokenize", prompt=text, parse_special=False, with_pieces=True)["pieces"]
+    messages = [{"role": "user", "content": "Hi"}]
+    rendered = server.post("/apply-template", messages=messages)["prompt"]
+    assert rendered == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert server.post("/tokenize", messages=messages)["tokens"] == server.post("/tokenize", prompt=rendered)["tokens"]
+
+
+def test_a_prompt_is_a_text_or_tokens_or_a_list_of_either(server):
+    texts = ["One sentence.", "Another one"]
+    ids = [server.post("/tokenize", prompt=text)["tokens"] for text in texts]
+    alone = [server.complete(text, max_tokens=12)["choices"][0]["text"] for text in texts]
+    assert [choice["text"] for choice in server.complete(texts, max_tokens=12)["choices"]] == alone
+    assert [choice["text"] for choice in server.complete(ids, max_tokens=12)["choices"]] == alone
+    assert server.complete(ids[1], max_tokens=12)["choices"][0]["text"] == alone[1]
+    echoed = server.complete(ids[0], max_tokens=12, echo=True)["choices"][0]["text"]
+    assert echoed == texts[0] + alone[0]
+
+
+def test_log_probabilities_of_an_answer_are_those_of_the_same_text_echoed(server):
+    written = server.complete("Bees and wasps", max_tokens=20, logprobs=3, return_token_ids=True)["choices"][0]
+    prompt, answer = written["prompt_token_ids"], written["token_ids"]
+    for body in ({"prompt": prompt + answer, "max_tokens": 0}, {"prompt": [prompt + answer], "max_tokens": 1}):
+        scored = server.complete(body.pop("prompt"), echo=True, logprobs=3, **body)["choices"][0]["logprobs"]
+        end = len(prompt) + len(answer)
+        assert scored["token_logprobs"][0] is None and scored["top_logprobs"][0] is None
+        # Read in one piece and token by token: the same bits.
+        assert scored["token_logprobs"][len(prompt) : end] == written["logprobs"]["token_logprobs"]
+        assert scored["top_logprobs"][len(prompt) : end] == written["logprobs"]["top_logprobs"]
+    for value, top in zip(written["logprobs"]["token_logprobs"], written["logprobs"]["top_logprobs"], strict=True):
+        assert value == max(top.values()) <= 0  # greedy
+
+
+def test_text_offsets_point_at_the_tokens(server):
+    choice = server.complete("Ça va, 😀?", max_tokens=8, echo=True, logprobs=0)["choices"][0]
+    found = choice["logprobs"]
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        if not token.startswith("bytes:") and not token.startswith("<"):
+            assert choice["text"][offset : offset + len(token)] == token
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_says_what_the_whole_answer_says(server, chat):
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    body = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2}
+    if not chat:
+        body = {"prompt": ["One", "Two"], "logprobs": 2, "echo": True}
+    body |= {"temperature": 0.9, "seed": 5, "n": 2, "max_tokens": 15, "return_token_ids": True}
+    whole = server.post(path, **body)
+    chunks = server.stream(path, **body, stream_options={"include_usage": True})
+    assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
+    assert (
+        chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    )
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["phsa"]["time_to_first_token_s"] > 0 and "phsa" not in chunks[-2]
+    for choice in whole["choices"]:
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+        assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [choice["finish_reason"]]
+        ids = [token for part in parts for token in part.get("token_ids", [])]
+        assert ids == choice["token_ids"]
+        if chat:
+            assert parts[0]["delta"]["role"] == "assistant"
+            text = "".join(part["delta"].get("content", "") for part in parts)
+            assert text == choice["message"]["content"]
+            scored = [one for part in parts if part["logprobs"] for one in part["logprobs"]["content"]]
+            assert scored == choice["logprobs"]["content"]
+        else:
+            assert "".join(part["text"] for part in parts) == choice["text"]
+            for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                joined = [one for part in parts if part["logprobs"] for one in part["logprobs"][key]]
+                assert joined == choice["logprobs"][key]
+    last = server.stream(path, **body)[-1]
+    assert last["phsa"]["decode_tokens_per_s"] > 0 and "usage" not in last
+
+
+def test_seeds_repeat_and_answers_differ(server):
+    ask = {"temperature": 1.5, "n": 3, "max_tokens": 20}
+    first, second = (server.complete("Hi", seed=3, **ask)["choices"] for _ in range(2))
+    assert first == second
+    assert len({choice["text"] for choice in first}) == 3
+    assert server.complete("Hi", seed=4, **ask)["choices"][0] == {**first[1], "index": 0}
+
+
+def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(server):
+    text = server.complete("Bees", max_tokens=30)["choices"][0]["text"]
+    stop = text[10:13]
+    choice = server.complete("Bees", max_tokens=30, stop=["never there", stop])["choices"][0]
+    assert choice["text"] == text[: text.index(stop)] and choice["finish_reason"] == "stop"
+
+
+def test_usage_and_measurements_are_there(server):
+    answer = server.complete("x" * 700, max_tokens=5)
+    again = server.complete("x" * 700, max_tokens=5)
+    assert answer["usage"]["prompt_tokens"] == 700 and answer["usage"]["total_tokens"] == 705
+    assert again["phsa"]["cached_prompt_tokens"] == 699
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 699
+    assert again["choices"] == answer["choices"]
+    sparse = server.complete("x" * 700, max_tokens=5, phsa=SMALL)
+    assert sparse["phsa"]["attention"] == "phsa" and sparse["phsa"]["top_k"] == 2
+    assert sparse["phsa"]["read_share"] < 0.4 and answer["phsa"]["read_share"] == 1
+    # What dense attention read is of no use to a text that is read sparsely, and the other way round.
+    assert sparse["phsa"]["cached_prompt_tokens"] == 0
+    assert server.metric("phsa:blocks_chosen_total") > 0
+    assert 0 < server.metric("phsa:read_share") < 1
+    assert server.metric("phsa:representative_bytes") < server.metric("phsa:cache_bytes") / 16
+    assert (
+        server.metric("vllm:time_to_first_token_seconds_count") == server.metric("vllm:request_prompt_tokens_count") > 0
+    )
+
+
+def test_texts_that_are_read_in_different_ways_share_a_batch(server):
+    text = TEXT.read_text()[:1200]
+    ways = [{}, SMALL, {**SMALL, "top_k": 5}, {"attention": "infllm2-64"}, {"attention": "streaming"}] * 3
+    alone = [server.complete(text, max_tokens=24, phsa=way)["choices"] for way in ways[:5]]
+    with concurrent.futures.ThreadPoolExecutor(len(ways)) as pool:
+        together = list(pool.map(lambda way: server.complete(text, max_tokens=24, phsa=way)["choices"], ways))
+    assert together == alone * 3
+
+
+def test_an_inspection_is_what_the_program_prints(server, tiny, tmp_path):
+    document = tmp_path / "document.txt"
+    document.write_text("Bees, wasps; and a hive. " * 16)
+    ask = ("-f", document, "--raw", "--init", 16, "--local", 32, "-K", 2, "--attention", "phsa")
+    done = run_phsa("inspect", "-m", tiny, "--weights", "f32", *ask, "-n", 6, "--json")
+    assert done.returncode == 0, done.stderr
+    found = server.post("/inspect", prompt=document.read_text(), max_tokens=6, phsa=SMALL)
+    assert found == json.loads(done.stdout)
+    assert [query["answer"] for query in found["queries"]] == [False] + [True] * 5
+    # The same answer again, given: the same choices, now of tokens that are read and not written.
+    given = found["tokens"][found["prompt_tokens"] :]
+    again = server.post("/inspect", prompt=document.read_text(), answer=given[:5], phsa=SMALL)
+    assert again["tokens"] == found["tokens"][:-1] and again["prompt_tokens"] == found["prompt_tokens"]
+    blocks = [[query["layers"][0]["heads"][0]["blocks"] for query in one["queries"]] for one in (found, again)]
+    assert blocks[0] == blocks[1] and [query["answer"] for query in again["queries"]] == [False] + [True] * 5
+    refused(server.post("/inspect", status=400, prompt="x", phsa={"attention": "dense"}), "phsa", "dense")
+
+
+def test_others_are_answered_during_an_inspection(server):
+    text = TEXT.read_text()[:1500]
+    alone = server.complete("Bees", max_tokens=40)["choices"]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        inspections = [pool.submit(server.post, "/inspect", prompt=text, max_tokens=64, phsa=SMALL) for _ in range(2)]
+        answers = list(pool.map(lambda _: server.complete("Bees", max_tokens=40)["choices"], range(8)))
+    assert answers == [alone] * 8
+    first, second = (inspection.result() for inspection in inspections)
+    assert first == second and len(first["queries"]) == 64
+
+
+def test_the_openai_package_works(server):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    ask = {"model": "tiny", "messages": messages, "max_tokens": 10, "temperature": 0}
+    answer = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2, extra_body={"phsa": SMALL})
+    assert answer.usage.completion_tokens == len(answer.choices[0].logprobs.content) == 10
+    assert answer.model_extra["phsa"]["attention"] == "phsa"
+    pieces = client.chat.completions.create(**ask, stream=True, extra_body={"phsa": SMALL})
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == answer.choices[0].message.content
+    completion = client.completions.create(model="tiny", prompt="Hello", max_tokens=5, logprobs=1, echo=True)
+    assert len(completion.choices[0].logprobs.tokens) == 10
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model="tiny", prompt="x" * (CONTEXT + 1))
+    assert error.value.code == "context_length_exceeded" and error.value.param == "prompt"
+
+
+def test_lm_eval_works(server):
+    pytest.importorskip("tenacity")  # lm_eval[api]
+    models = pytest.importorskip("lm_eval.models.openai_completions")
+    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    url = f"http://127.0.0.1:{server.port}/v1/completions"
+    model = models.LocalCompletionsAPI(
+        base_url=url, model="tiny", batch_size=3, max_length=CONTEXT - 1, num_concurrent=1
+    )
+    pairs = [("Bees and", " wasps"), ("Bees and", " a hive"), ("One.", " Two."), ("x" * 300, "y")]
+    asked = [instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    found = model.loglikelihood(asked, disable_tqdm=True)
+    for (context, continuation), (score, greedy) in zip(pairs, found, strict=True):
+        scored = server.complete(context + continuation, max_tokens=0, echo=True, logprobs=1)["choices"][0]["logprobs"]
+        begin = len(server.post("/tokenize", prompt=context)["tokens"])
+        assert score == pytest.approx(sum(scored["token_logprobs"][begin:]), abs=1e-4)
+        tops = [max(top.values()) for top in scored["top_logprobs"][begin:]]
+        assert greedy == (tops == scored["token_logprobs"][begin:])
+    asked = [instance("generate_until", {}, ("Bees", {"until": ["\n"], "max_gen_toks": 9}), 0)]
+    (text,) = model.generate_until(asked, disable_tqdm=True)
+    assert text == server.complete("Bees", max_tokens=9, stop=["\n"])["choices"][0]["text"]
+
+
+# What is refused, and how.
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [1, "x"]}, "prompt"),
+        ({"prompt": [300]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": ["x"] * 129}, "prompt"),
+        ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": "5"}, "max_tokens"),
+        ({"prompt": "x", "temperature": 2.1}, "temperature"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature"),
+        ({"prompt": "x", "top_p": 0}, "top_p"),
+        ({"prompt": "x", "n": 0}, "n"),
+        ({"prompt": ["x", "y"], "n": 65}, "n"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({"prompt": "x", "logprobs": True}, "logprobs"),
+        ({"prompt": "x", "stop": 1}, "stop"),
+        ({"prompt": "x", "stop": ["x"] * 17}, "stop"),
+        ({"prompt": "x", "stream": "yes"}, "stream"),
+        ({"prompt": "x", "seed": 1.5}, "seed"),
+        ({"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"prompt": "x", "best_of": 3}, "best_of"),
+        ({"prompt": "x", "phsa": {"attention": "sparse"}}, "phsa"),
+        ({"prompt": "x", "phsa": {"topk": 4}}, "phsa"),
+        ({"prompt": "x", "phsa": {"top_k": -1}}, "phsa.top_k"),
+        ({"prompt": "x", "phsa": {"attention": "phsa", "block": 32}}, "phsa.block"),
+        ({"prompt": "x", "phsa": {"attention": "phsa", "block": 32, "init": 16, "local": 32}}, "phsa"),
+        ({"prompt": "x", "phsa": {"punctuation": "/etc/passwd"}}, "phsa.punctuation"),
+        ({"prompt": "x", "phsa": {"attention": "quest"}}, "phsa"),
+    ],
+)
+def test_a_wrong_field_is_named(server, body, param):
+    refused(server.post("/v1/completions", status=400, **body), param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["x"]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+    ],
+)
+def test_a_wrong_field_of_a_chat_is_named(server, body, param):
+    refused(server.post("/v1/chat/completions", status=400, **body), param)
+
+
+def test_unknown_fields_and_nulls_change_nothing(server):
+    plain = server.complete("Hi", max_tokens=5)["choices"]
+    assert (
+        server.complete("Hi", max_tokens=5, user="me", n=None, stop=None, phsa=None, extra={"a": 1})["choices"] == plain
+    )
+
+
+@pytest.mark.parametrize(
+    "body", ["", "{", "[]", "5", '{"prompt": "x", "prompt": "y"}', "[" * 1000, '{"prompt": "\\ud800"}']
+)
+def test_what_is_no_json_object_is_refused(server, body):
+    status, _, answer = server.request("POST", "/v1/completions", body)
+    assert status == 400 and "body" in json.loads(answer)["error"]["message"], answer
+
+
+def test_a_prompt_one_token_too_long_is_refused_with_both_numbers(server):
+    fits = server.complete("x" * (CONTEXT - 1), max_tokens=5)
+    assert fits["usage"]["completion_tokens"] == 2 and fits["choices"][0]["finish_reason"] == "length"
+    answer = server.post("/v1/completions", status=400, prompt="x" * CONTEXT)
+    refused(answer, "prompt", str(CONTEXT))
+    answer = server.post("/v1/completions", status=400, prompt=[1] * (CONTEXT + 1))
+    refused(answer, "prompt", str(CONTEXT), str(CONTEXT + 1))
+    assert answer["error"]["code"] == "context_length_exceeded"
+
+
+def test_paths_and_methods(server):
+    assert server.request("GET", "/nothing")[0] == 404
+    status, headers, _ = server.request("GET", "/v1/completions")
+    assert status == 405 and headers["Allow"] == "POST, OPTIONS"
+    status, headers, _ = server.request("DELETE", "/health")
+    assert status == 405 and headers["Allow"] == "GET, HEAD, OPTIONS"
+    status, headers, body = server.request("HEAD", "/v1/models")
+    assert status == 200 and body == b"" and int(headers["Content-Length"]) > 100
+    status, headers, _ = server.request("OPTIONS", "/v1/completions")
+    assert status == 204 and "Access-Control-Allow-Origin" not in headers
+    assert server.request("POST", "/v1/completions", "x", {"Content-Type": "text/plain"})[0] == 415
+    assert (
+        server.request(
+            "POST", "/v1/completions", '{"prompt":"x"}', {"Content-Type": "Application/JSON; charset=utf-8"}
+        )[0]
+        == 200
+    )
+
+
+def test_a_connection_serves_one_request_after_the_other(server):
+    connection = server.connect()
+    with contextlib.closing(connection):
+        for i in range(5):
+            connection.request(
+                "POST", "/v1/completions", json.dumps({"prompt": "x", "max_tokens": 3, "stream": i % 2 == 1}), JSON
+            )
+            answer = connection.getresponse()
+            assert answer.status == 200 and answer.read()
+            assert connection.sock is not None
+    # Two at once, the second one while the first is answered.
+    body = b'{"prompt": "x", "max_tokens": 30}'
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(body)
+    )
+    with server.socket() as raw:
+        raw.sendall((head + body) * 2 + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        received = b"".join(iter(lambda: raw.recv(65536), b""))
+    assert received.count(b"HTTP/1.1 200 OK") == 3 and received.endswith(b'{"status":"ok"}')
+
+
+def test_a_body_is_sent_after_a_continue(server):
+    body = b'{"prompt": "x", "max_tokens": 3}'
+    with server.socket() as raw:
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body)
+        )
+        assert raw.recv(100).startswith(b"HTTP/1.1 100")
+        raw.sendall(body)
+        assert b"".join(iter(lambda: raw.recv(65536), b"")).startswith(b"HTTP/1.1 200")
+
+
+def test_old_clients_get_a_stream_without_chunks(server):
+    body = b'{"prompt": "x", "max_tokens": 3, "stream": true}'
+    with server.socket() as raw:
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        received = b"".join(iter(lambda: raw.recv(65536), b""))
+    assert b"chunked" not in received and received.endswith(b"data: [DONE]\n\n")
+
+
+def test_keys_origins_and_limits(tiny, tmp_path):
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    flags = ("--api-key-file", key, "--cors", "https://example.org", "--max-body", 2000, "--max-header", 2000)
+    with Server(tiny, *flags) as server:
+        bearer = {**JSON, "Authorization": "Bearer secret"}
+        body = {"prompt": "x", "max_tokens": 2}
+        assert server.request("POST", "/v1/completions", body, bearer)[0] == 200
+        for wrong in (
+            {},
+            {"Authorization": "Bearer secre"},
+            {"Authorization": "secret"},
+            {"Authorization": "Bearer secret2"},
+        ):
+            status, headers, answer = server.request("POST", "/v1/completions", body, {**JSON, **wrong})
+            assert status == 401 and headers["WWW-Authenticate"] == "Bearer"
+            assert json.loads(answer)["error"]["code"] == "invalid_api_key"
+        assert server.request("GET", "/metrics")[0] == 401
+        assert server.request("GET", "/health")[0] == server.request("GET", "/")[0] == 200
+        for origin, allowed in (("https://example.org", "https://example.org"), ("https://example.com", None)):
+            headers = server.request("OPTIONS", "/v1/completions", headers={"Origin": origin})[1]
+            assert headers["Access-Control-Allow-Origin"] == allowed
+        large = {"prompt": "x" * 3000}
+        status, headers, _ = server.request("POST", "/v1/completions", large, bearer)
+        assert status == 413 and headers["Connection"] == "close"
+        assert server.request("GET", "/health", headers={"X-Large": "x" * 4000})[0] == 431
+        assert server.request("GET", "/health")[0] == 200
+    assert not any("secret" in line for line in server.lines)
+
+
+def test_an_open_address_needs_a_key(tiny):
+    done = run_phsa("serve", "-m", tiny, "--host", "0.0.0.0", "--port", 0)
+    assert done.returncode == 2 and "--api-key" in done.stderr
+    done = run_phsa("serve", "-m", tiny, "--host", "nowhere", "--api-key", "x")
+    assert done.returncode == 2 and "--host" in done.stderr
+
+
+def test_a_port_in_use_is_told(server, tiny):
+    done = run_phsa("serve", "-m", tiny, "--port", server.port)
+    assert done.returncode == 1 and str(server.port) in done.stderr
+
+
+# What clients and the system can do to it.
+
+
+@pytest.fixture
+def impatient(tiny):
+    """Short timeouts, one answer at a time, one that may wait."""
+    waits = ("--header-timeout", 0.5, "--body-timeout", 0.5, "--write-timeout", 1, "--idle-timeout", 1)
+    with Server(tiny, *waits, "--parallel", 1, "--queue", 1) as running:
+        yield running
+
+
+def long_stream(server, **body):
+    """A request whose answer takes a while, on a socket that nobody reads."""
+    raw = server.socket()
+    data = json.dumps(
+        {"prompt": "x", "max_tokens": 1500, "stream": True, "ignore_eos": True, "temperature": 0, **body}
+    ).encode()
+    raw.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(data)
+        + data
+    )
+    return raw
+
+
+def test_a_full_queue_refuses_and_empties_again(impatient):
+    streams = [long_stream(impatient) for _ in range(2)]
+    impatient.wait_for(lambda: impatient.metric("vllm:num_requests_waiting") == 1)
+    status, headers, body = impatient.request("POST", "/v1/completions", {"prompt": "x"})
+    assert status == 429 and int(headers["Retry-After"]) >= 1 and "queue" in json.loads(body)["error"]["message"]
+    assert impatient.metric("phsa:requests_refused_total") == 1
+    assert impatient.request("GET", "/health")[0] == 200
+    for stream in streams:
+        stream.close()
+    impatient.wait_for(lambda: impatient.metric("vllm:num_requests_running") == 0)
+    assert impatient.complete("x", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def test_an_answer_ends_when_its_client_has_gone(server):
+    aborted = server.metric("vllm:request_success_total", finished_reason="abort")
+    plain = server.complete("Bees", max_tokens=20)["choices"]
+    for streaming in (True, False):
+        raw = long_stream(server, stream=streaming, n=4)
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") == 4)
+        assert server.complete("Bees", max_tokens=20)["choices"] == plain
+        raw.close()
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") == 0)
+    assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 8
+    server.wait_for(lambda: any("client has gone" in line for line in server.lines))
+
+
+def test_a_client_that_does_not_read_is_left(impatient):
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.connect(("127.0.0.1", impatient.port))
+    # Far more than the system's buffers hold.
+    data = json.dumps(
+        {"prompt": "x", "max_tokens": 2000, "n": 100, "logprobs": 20, "stream": True, "ignore_eos": True}
+    ).encode()
+    raw.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(data)
+        + data
+    )
+    impatient.wait_for(lambda: any("did not read in time" in line for line in impatient.lines), 60)
+    impatient.wait_for(lambda: impatient.metric("vllm:num_requests_running") == 0)
+    raw.close()
+    assert impatient.complete("x", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /v1/comp",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
+    ],
+)
+def test_a_half_sent_request_is_ended(impatient, sent):
+    with impatient.socket() as raw:
+        raw.sendall(sent)
+        assert b"".join(iter(lambda: raw.recv(65536), b"")).startswith(b"HTTP/1.1 408")
+    with impatient.socket() as raw:  # gone instead of slow
+        raw.sendall(sent)
+    with impatient.socket() as raw:  # silent: closed without a word
+        assert raw.recv(100) == b""
+    assert impatient.get("/health") == {"status": "ok"}
+
+
+def test_garbage_is_refused(server):
+    garbage = [
+        b"\x00\xff\xfe\x01\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 10,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Type: application/json\r\n\r\nzz\r\n",
+    ]
+    for sent in garbage:
+        with server.socket() as raw:
+            raw.sendall(sent + b"\r\n\r\n")
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):
+                answer = b"".join(iter(lambda: raw.recv(65536), b""))
+            assert answer == b"" or re.match(rb"HTTP/1\.1 4\d\d ", answer), answer
+    assert server.get("/health") == {"status": "ok"}
+
+
+def test_a_thousand_idle_connections_disturb_nobody(server):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip(f"only {hard} open files are allowed here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    before = server.metric("phsa:connections")
+    idle = []
+    try:
+        idle = [server.socket() for _ in range(1000)]
+        server.wait_for(lambda: server.metric("phsa:connections") > 1000)
+        assert server.complete("x", max_tokens=5)["usage"]["completion_tokens"] == 5
+    finally:
+        for raw in idle:
+            raw.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    server.wait_for(lambda: server.metric("phsa:connections") <= before)
+
+
+def test_sigterm_lets_answers_end_and_takes_no_new_ones(tiny):
+    with Server(tiny, "--grace", 60) as server:
+        streams = [long_stream(server, max_tokens=1000, n=8) for _ in range(4)]
+        idle = server.socket()
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") > 0)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for(lambda: any("stopping" in line for line in server.lines))
+        assert idle.recv(10) == b""
+        status, _, body = server.request("POST", "/v1/completions", {"prompt": "x"})
+        assert status == 503 and "stop" in json.loads(body)["error"]["message"]
+        for raw in streams:
+            received = b"".join(iter(lambda raw=raw: raw.recv(65536), b""))
+            assert received.count(b'"finish_reason":"length"') == 8 and received.endswith(
+                b"data: [DONE]\n\n\r\n0\r\n\r\n"
+            )
+        assert server.process.wait(20) == 0
+
+
+def test_the_grace_period_ends(tiny):
+    with Server(tiny, "--grace", 0.1) as server:
+        whole = long_stream(server, n=128, max_tokens=2000, stream=False)
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") > 0)
+        server.process.send_signal(signal.SIGINT)
+        assert b"".join(iter(lambda: whole.recv(65536), b"")).startswith(b"HTTP/1.1 503")
+        assert server.process.wait(20) == 0
+
+
+def test_a_log_that_cannot_be_written_stops_nothing(tiny, tmp_path):
+    with Server(tiny, "--log-file", "/dev/full") as server:
+        for _ in range(3):
+            assert server.get("/health") == {"status": "ok"}
+        server.wait_for(lambda: any("/dev/full" in line for line in server.lines))
+        assert sum("/dev/full" in line for line in server.lines) == 1
+    log = tmp_path / "access.log"
+    with Server(tiny, "--log-file", log) as server:
+        server.request("GET", "/nothing?x=%0a\x1b".replace("\x1b", "%1b"))
+    assert re.search(r'127\.0\.0\.1 GET "/nothing\?x=%0a%1b" 404 \d+ B', log.read_text())
+
+
+def test_many_clients_get_what_a_lone_one_gets(smollm2):
+    with Server(smollm2, "--weights", "f32", "-c", 2048) as server:
+        document = TEXT.read_text()
+        sparse = {"attention": "phsa", "init": 64, "local": 128, "top_k": 4}
+        asks = [
+            {
+                "text": f"{document[i * 900 : i * 900 + length]}\n\nWhat is this about?",
+                "phsa": sparse if i % 3 == 2 else {},
+            }
+            for i, length in enumerate([40, 2400, 80, 700, 20, 1500, 300, 60, 1000])
+        ]
+
+        def ask(one):
+            return server.chat(one["text"], phsa=one["phsa"], max_tokens=24, temperature=0)["choices"]
+
+        alone = [ask(one) for one in asks]
+        with concurrent.futures.ThreadPoolExecutor(2 * len(asks)) as pool:
+            assert list(pool.map(ask, asks * 2)) == alone * 2
+
+
+def test_a_long_prompt_does_not_hold_an_answer_up(smollm2):
+    with Server(smollm2, "-c", 8192, "--chunk", 128) as server:
+        raw = long_stream(server, prompt="Once upon a time", max_tokens=400)
+        raw.recv(65536)
+        answering = threading.Event()
+        threading.Thread(
+            target=lambda: (server.complete(TEXT.read_text()[:20000], max_tokens=1), answering.set())
+        ).start()
+        pieces = 0
+        while not answering.is_set() and pieces < 30:
+            assert select.select([raw], [], [], 30)[0]
+            pieces += raw.recv(65536).count(b"data: ")
+        assert pieces >= 5  # all through the reading of the other prompt
+        raw.close()
+        assert answering.wait(60)
+
+
+# The description of the API.
+
+
+def test_the_description_is_served_with_the_models_numbers(server):
+    served = server.get("/openapi.json")
+    written = json.loads((ROOT / "docs/openapi.json").read_text())
+    assert served["components"]["schemas"]["Token"].pop("maximum") == 299
+    assert served["info"].pop("version") == server.get("/version")["version"]
+    del written["info"]["version"]
+    assert served == written
+    paths = set(re.findall(r'^      \{"(/[^"]*)"', (ROOT / "src/server/service.cc").read_text(), re.M))
+    assert set(written["paths"]) == paths
+
+
+def test_the_description_is_true(tiny, tmp_path):
+    """Thousands of requests that it allows, and as many that it does not, over all paths."""
+    pytest.importorskip("schemathesis")
+    with Server(tiny, "--api-key", "secret", "--log-file=") as server:
+        command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{server.port}/openapi.json"]
+        command += ["-H", "Authorization: Bearer secret", "--max-examples", "30", "--seed", "1", "--no-color"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        assert int(re.search(r"(\d+) generated", done.stdout)[1]) > 500
+        assert server.process.poll() is None

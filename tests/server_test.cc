@@ -1,0 +1,352 @@
+#include <gtest/gtest.h>
+
+#include <condition_variable>
+#include <future>
+#include <mutex>
+#include <thread>
+
+#include "fake_engine.h"
+#include "io/json.h"
+#include "server/answers.h"
+#include "server/api.h"
+#include "server/metrics.h"
+#include "server/service.h"
+#include "server/worker.h"
+
+namespace phsa::server {
+namespace {
+
+EngineOptions Options() {
+  EngineOptions options = FakeOptions(512);
+  options.cache_texts = 4;
+  options.other_attention = true;
+  return options;
+}
+
+class Api : public ::testing::Test {
+ protected:
+  Api() : engine(LoadedEngine(Options())), model{*engine, "fake", ChatTemplate::ByName("chatml"), {}, 64} {}
+
+  // The field that is refused.
+  template <class Parse>
+  std::string Refused(const Parse& parse, const std::string& body) {
+    try {
+      parse(body, model);
+    } catch (const HttpError& error) {
+      EXPECT_EQ(error.status(), 400);
+      EXPECT_FALSE(std::string(error.what()).empty());
+      return error.param();
+    }
+    return "nothing";
+  }
+
+  std::unique_ptr<Engine> engine;
+  ServedModel model;
+};
+
+TEST_F(Api, APromptIsATextOrTokensOrAListOfEither) {
+  const auto tokens = [&](const std::string& prompt) {
+    std::vector<std::vector<int32_t>> all;
+    for (const Prompt& one : ParseCompletion("{\"prompt\": " + prompt + "}", model).prompts) all.push_back(one.tokens);
+    return all;
+  };
+  const std::vector<std::vector<int32_t>> one = {{0, 1, 2}}, two = {{0, 1, 2}, {3}};
+  EXPECT_EQ(tokens("\"abc\""), one);
+  EXPECT_EQ(tokens("[0, 1, 2]"), one);
+  EXPECT_EQ(tokens("[0, 1.0, 2]"), one);
+  EXPECT_EQ(tokens("[\"abc\", \"d\"]"), two);
+  EXPECT_EQ(tokens("[[0, 1, 2], [3]]"), two);
+  EXPECT_EQ(tokens("[[0, 1, 2], \"d\"]"), two);
+}
+
+TEST_F(Api, WhatIsNotSaidIsTheServersOwn) {
+  const GenerationRequest completion = ParseCompletion(R"({"prompt": "abc", "n": null, "user": "me"})", model);
+  EXPECT_EQ(completion.options.max_tokens, 16);
+  EXPECT_EQ(completion.n, 1);
+  EXPECT_FALSE(completion.stream);
+  EXPECT_FALSE(completion.options.log_probabilities);
+  EXPECT_EQ(completion.attention.base.policy, Policy::kDense);
+}
+
+TEST_F(Api, EchoWithLogprobsScoresThePrompt) {
+  EXPECT_TRUE(
+      ParseCompletion(R"({"prompt": "a", "echo": true, "logprobs": 0})", model).options.prompt_log_probabilities);
+  EXPECT_FALSE(ParseCompletion(R"({"prompt": "a", "echo": true})", model).options.prompt_log_probabilities);
+  EXPECT_FALSE(ParseCompletion(R"({"prompt": "a", "logprobs": 1})", model).options.prompt_log_probabilities);
+}
+
+TEST_F(Api, SettingsOfTheAttentionChangeTheServersOwn) {
+  model.attention.policy = "phsa";
+  model.attention.lambda = 0.5f;
+  const LayerSettings settings =
+      ParseCompletion(R"({"prompt": "a", "top_k": 7, "phsa": {"top_k": 3, "init": 16}})", model).attention;
+  EXPECT_EQ(settings.base.policy, Policy::kPhsa);
+  EXPECT_EQ(settings.base.top_k, 3);
+  EXPECT_EQ(settings.base.init_tokens, 16);
+  EXPECT_EQ(settings.base.lambda, 0.5f);
+  const std::string dense = R"({"prompt": "a", "phsa": {"attention": "dense"}})";
+  EXPECT_EQ(ParseCompletion(dense, model).attention.base.policy, Policy::kDense);
+}
+
+TEST_F(Api, AFileOfTheServerIsNoPunctuation) {
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "phsa": {"punctuation": "/etc/hostname"}})"),
+            "phsa.punctuation");
+}
+
+TEST_F(Api, AWrongFieldIsNamed) {
+  EXPECT_EQ(Refused(ParseCompletion, "{}"), "prompt");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": [101]})"), "prompt");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "temperature": -1})"), "temperature");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "logit_bias": {"5": 1}})"), "logit_bias");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "stream_options": {"include_usage": 1}})"),
+            "stream_options.include_usage");
+  EXPECT_EQ(Refused(ParseChat, R"({"messages": [{"role": "user", "content": "a"}, {"role": "x"}]})"),
+            "messages[1].role");
+  EXPECT_EQ(Refused(ParseInspect, R"({"prompt": "a", "messages": [{"role": "user", "content": "a"}]})"), "prompt");
+  EXPECT_EQ(Refused(ParseInspect, R"({"prompt": "a", "answer": 5})"), "answer");
+  EXPECT_EQ(Refused(ParseTokenize, R"({"content": 5})"), "content");
+  EXPECT_EQ(Refused(ParseDetokenize, R"({"tokens": "a"})"), "tokens");
+  EXPECT_EQ(Refused(ParseApplyTemplate, R"({"messages": 1})"), "messages");
+  EXPECT_EQ(Refused(ParseCompletion, "[]"), "");
+}
+
+TEST_F(Api, APromptThatFillsTheContextIsRefusedWithBothNumbers) {
+  const std::string body(511, 'a');
+  EXPECT_EQ(ParseCompletion("{\"prompt\": \"" + body + "\"}", model).prompts.front().tokens.size(), 511u);
+  try {
+    ParseCompletion("{\"prompt\": \"a" + body + "a\"}", model);
+    FAIL();
+  } catch (const HttpError& error) {
+    EXPECT_EQ(error.code(), "context_length_exceeded");
+    EXPECT_NE(std::string(error.what()).find("513"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("512"), std::string::npos) << error.what();
+  }
+}
+
+TEST_F(Api, AnInspectionShowsThePromptsLastTokenAndTheAnswer) {
+  const InspectRequest request = ParseInspect(R"({"prompt": "abc", "answer": "de"})", model);
+  EXPECT_EQ(request.prompt_tokens, 3);
+  EXPECT_EQ(request.tokens.size(), 5u);
+  EXPECT_EQ(request.last, 3);
+  EXPECT_EQ(request.attention.base.policy, Policy::kPhsa);  // the server's own is dense
+  EXPECT_EQ(Refused(ParseInspect, R"({"prompt": "abc", "phsa": {"attention": "dense"}})"), "phsa");
+}
+
+TEST_F(Api, TokensWithoutCharactersAreShownByTheirBytes) {
+  const std::vector<int32_t> tokens = {0, 33, 34, kEnd};  // "a", the halves of "é", a control token
+  EXPECT_EQ(TokenText(engine->tokenizer(), 33), "bytes:\\xc3");
+  const std::vector<TokenLogProbability> values(4, {-1, {{1, -0.5f}, {0, -1}}});
+  TextPosition position(engine->tokenizer());
+  const ScoredText text{tokens, values};
+  const Json json = CompletionLogProbabilities(engine->tokenizer(), {&text, 1}, position);
+  EXPECT_EQ(json["text_offset"], Json({0, 1, 1, 2}));
+  EXPECT_EQ(json["top_logprobs"][0], Json({{"a", -1.0}, {"b", -0.5}}));
+  const ScoredText echoed{tokens, std::span(values).first(3), true};
+  TextPosition other(engine->tokenizer());
+  const Json first = CompletionLogProbabilities(engine->tokenizer(), {&echoed, 1}, other);
+  EXPECT_TRUE(first["token_logprobs"][0].is_null());
+  EXPECT_EQ(other.Next(0, true), 2 + 7);  // behind "<|end|>"
+}
+
+// Takes what a service answers.
+class FakeExchange : public Exchange {
+ public:
+  void Post(std::function<void()> work) override {
+    const std::lock_guard lock(mutex_);
+    work_.push_back(std::move(work));
+    more_.notify_all();
+  }
+  void Answer(HttpResponse response) override {
+    response_ = std::move(response);
+    done_ = true;
+  }
+  void BeginStream() override {}
+  void Write(std::string text) override { response_.body += text; }
+  void EndStream() override { done_ = true; }
+
+  // Does what is posted until the answer is there.
+  HttpResponse Wait() {
+    while (!done_) {
+      std::function<void()> work;
+      {
+        std::unique_lock lock(mutex_);
+        if (!more_.wait_for(lock, std::chrono::seconds(60), [&] { return !work_.empty(); })) return {};
+        work = std::move(work_.front());
+        work_.pop_front();
+      }
+      work();
+    }
+    return response_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable more_;
+  std::deque<std::function<void()>> work_;
+  HttpResponse response_;
+  bool done_ = false;
+};
+
+class ServiceTest : public ::testing::Test {
+ protected:
+  explicit ServiceTest(ServiceOptions options = {}, WorkerOptions limits = {})
+      : engine(LoadedEngine(Options())),
+        metrics("fake"),
+        worker(*engine, limits, metrics),
+        service({*engine, "fake", ChatTemplate::ByName("chatml"), {}, 64}, options, worker, metrics) {}
+
+  HttpResponse Ask(const std::string& method, const std::string& target, const std::string& body = "",
+                   const std::string& authorization = "") {
+    const auto exchange = std::make_shared<FakeExchange>();
+    service.Handle({method, target, "application/json", authorization, "", body}, exchange);
+    return exchange->Wait();
+  }
+  Json Post(const std::string& target, const std::string& body) {
+    const HttpResponse response = Ask("POST", target, body);
+    EXPECT_EQ(response.status, 200) << response.body;
+    return Json::parse(response.body);
+  }
+
+  std::unique_ptr<Engine> engine;
+  Metrics metrics;
+  Worker worker;
+  Service service;
+};
+
+TEST_F(ServiceTest, PathsMethodsAndTypesAreJudgedByTheHead) {
+  EXPECT_EQ(Ask("GET", "/health?x=1").status, 200);
+  EXPECT_EQ(Ask("GET", "/none").status, 404);
+  EXPECT_EQ(Ask("GET", "/v1/models/fa%6be").status, 200);
+  EXPECT_EQ(Ask("GET", "/v1/models/other").status, 404);
+  const HttpResponse wrong = Ask("PUT", "/v1/completions");
+  EXPECT_EQ(wrong.status, 405);
+  EXPECT_EQ(wrong.headers.front(), (std::pair<std::string, std::string>("Allow", "POST, OPTIONS")));
+  const auto exchange = std::make_shared<FakeExchange>();
+  service.Handle({"POST", "/tokenize", "text/plain", "", "", "{}"}, exchange);
+  EXPECT_EQ(exchange->Wait().status, 415);
+  EXPECT_EQ(Service::CountedPath("/v1/models/x"), "/v1/models/{model}");
+  EXPECT_EQ(Service::CountedPath("/../../etc/passwd"), "other");
+}
+
+TEST_F(ServiceTest, AnswersAreThoseOfASession) {
+  GenerateOptions options;
+  options.max_tokens = 10;
+  options.sampler.temperature = 0;
+  const std::unique_ptr<Engine> own = LoadedEngine(Options());
+  Session session(*own);
+  const GenerateResult expected = session.Generate(std::vector<int32_t>{0, 1, 2}, options, {});
+  const Json answer =
+      Post("/v1/completions", R"({"prompt": "abc", "max_tokens": 10, "temperature": 0, "return_token_ids": true})");
+  EXPECT_EQ(answer["choices"][0]["token_ids"], Json(expected.tokens));
+  EXPECT_EQ(answer["choices"][0]["text"], expected.text);
+  EXPECT_EQ(answer["usage"]["completion_tokens"], expected.tokens.size());
+  EXPECT_NE(metrics.Text().find("vllm:generation_tokens_total{model_name=\"fake\"} 10"), std::string::npos);
+}
+
+TEST_F(ServiceTest, ThreadsThatAskAtOnceGetWhatALoneOneGets) {
+  const auto ask = [&](size_t i) -> Json {
+    const std::string prompt(100 + 30 * i, static_cast<char>('a' + i));
+    const char* const policy = i % 2 == 0 ? "dense" : "phsa";
+    const Json body = {{"prompt", prompt},
+                       {"max_tokens", 12},
+                       {"temperature", 0},
+                       {"phsa", {{"attention", policy}, {"init", 16}, {"local", 32}, {"top_k", 1}}}};
+    return Post("/v1/completions", body.dump())["choices"];
+  };
+  std::vector<Json> alone;
+  for (size_t i = 0; i < 6; ++i) alone.push_back(ask(i));
+  std::vector<std::future<Json>> together;
+  for (size_t i = 0; i < 6; ++i) together.push_back(std::async(std::launch::async, ask, i));
+  for (size_t i = 0; i < 6; ++i) EXPECT_EQ(together[i].get(), alone[i]);
+}
+
+TEST_F(ServiceTest, NothingBeginsWhileTheServerStops) {
+  service.Drain();
+  EXPECT_EQ(Ask("POST", "/v1/completions", R"({"prompt": "a"})").status, 503);
+  EXPECT_EQ(Ask("GET", "/health").status, 503);
+  EXPECT_EQ(Ask("GET", "/metrics").status, 200);
+}
+
+TEST_F(ServiceTest, AnswersThatAreCancelledEndAndTellIt) {
+  const auto exchange = std::make_shared<FakeExchange>();
+  const auto cancel = service.Handle(
+      {"POST", "/v1/completions", "application/json", "", "", R"({"prompt": "a", "max_tokens": 500, "n": 50})"},
+      exchange);
+  ASSERT_TRUE(cancel);
+  cancel();
+  EXPECT_EQ(exchange->Wait().status, 503);
+  while (!worker.Idle()) std::this_thread::yield();
+}
+
+class LockedServiceTest : public ServiceTest {
+ protected:
+  LockedServiceTest() : ServiceTest({"secret", "https://a.example", "1.2.3"}, {1, 0}) {}
+};
+
+TEST_F(LockedServiceTest, TheKeyIsWanted) {
+  EXPECT_EQ(Ask("GET", "/v1/models").status, 401);
+  EXPECT_EQ(Ask("GET", "/v1/models", "", "Bearer secret").status, 200);
+  EXPECT_EQ(Ask("GET", "/v1/models", "", "Bearer secret ").status, 401);
+  EXPECT_EQ(Ask("GET", "/v1/models", "", "Bearer ").status, 401);
+  EXPECT_EQ(Ask("GET", "/health").status, 200);
+}
+
+TEST_F(LockedServiceTest, OnlyTheOriginThatWasNamedMayAsk) {
+  const auto allowed = [&](const std::string& origin) {
+    for (const auto& [name, value] : service.CommonHeaders({"GET", "/", "", "", origin, ""})) {
+      if (name == "Access-Control-Allow-Origin") return value;
+    }
+    return std::string();
+  };
+  EXPECT_EQ(allowed("https://a.example"), "https://a.example");
+  EXPECT_EQ(allowed("https://b.example"), "");
+  EXPECT_EQ(allowed(""), "");
+}
+
+TEST_F(LockedServiceTest, AFullQueueRefuses) {
+  const auto first = std::make_shared<FakeExchange>();
+  const HttpRequest request{"POST",
+                            "/v1/completions",
+                            "application/json",
+                            "Bearer secret",
+                            "",
+                            R"({"prompt": "a", "max_tokens": 400, "ignore_eos": true})"};
+  const auto cancel = service.Handle(request, first);
+  const auto second = std::make_shared<FakeExchange>();
+  service.Handle(request, second);
+  const HttpResponse refused = second->Wait();
+  EXPECT_EQ(refused.status, 429);
+  EXPECT_EQ(refused.headers.front().first, "Retry-After");
+  cancel();
+  first->Wait();
+}
+
+TEST(MetricsText, CountsAndHistogramsAddUp) {
+  Metrics metrics("a\"b\\c");
+  GenerateResult result;
+  result.prompt_tokens = 100;
+  result.reused_tokens = 40;
+  result.tokens = {1, 2, 3};
+  result.reason = StopReason::kMaxTokens;
+  result.decode_seconds = 0.1;
+  result.tokens_read = {30, 120};
+  metrics.CountAnswer(result, {0.02, 0.5, 0.001}, 7);
+  metrics.CountAnswer(result, {0.3, 0.5, 0.001}, 7);
+  metrics.CountHttp("/health", 200);
+  const std::string text = metrics.Text();
+  const auto has = [&](const std::string& line) { return text.find(line + "\n") != std::string::npos; };
+  const std::string label = R"({model_name="a\"b\\c")";
+  EXPECT_TRUE(has("vllm:prompt_tokens_total" + label + "} 200")) << text;
+  EXPECT_TRUE(has("vllm:prefix_cache_hits_total" + label + "} 80"));
+  EXPECT_TRUE(has("vllm:time_to_first_token_seconds_bucket" + label + ",le=\"0.02\"} 1"));
+  EXPECT_TRUE(has("vllm:time_to_first_token_seconds_bucket" + label + ",le=\"0.25\"} 1"));
+  EXPECT_TRUE(has("vllm:time_to_first_token_seconds_bucket" + label + ",le=\"+Inf\"} 2"));
+  EXPECT_TRUE(has("vllm:time_per_output_token_seconds_sum" + label + "} 0.1"));
+  EXPECT_TRUE(has("vllm:request_success_total" + label + ",finished_reason=\"length\"} 2"));
+  EXPECT_TRUE(has("phsa:read_share" + label + "} 0.25"));
+  EXPECT_TRUE(has("phsa:blocks_chosen_total" + label + "} 14"));
+  EXPECT_TRUE(has("phsa:http_responses_total" + label + ",path=\"/health\",code=\"200\"} 1"));
+}
+
+}  // namespace
+}  // namespace phsa::server
