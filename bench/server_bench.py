@@ -2,7 +2,7 @@
 
     python bench/server_bench.py --model MODEL.gguf [--phsa build/release/bin/phsa] [--seconds 120] [--clients 64]
         [--short 32,200] [--long 800,2400] [--long-share 0.25] [--answer 32] [--serve-args='--attention phsa'] [--check]
-        [--llama] [--threads 0] [--requests 0] [--context 8192] [--seed 1]
+        [--llama] [--threads 0] [--requests 0] [--drain 60] [--context 8192] [--seed 1]
 
 Each client sends one request after the other on a connection of its own. A prompt is a piece of a text behind a
 number that is new each time, so that no cache can help; every fourth one is long. --long 8000,8000 --long-share 1 is
@@ -23,9 +23,11 @@ import os
 import pathlib
 import random
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -46,7 +48,7 @@ class Peer:
     def __init__(self, name, command, port):
         self.name = name
         self.port = port
-        self.log = open(f"server_bench_{name}.log", "w")  # noqa: SIM115
+        self.log = tempfile.NamedTemporaryFile("w", prefix=f"{name}-", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen([str(part) for part in command], stdout=self.log, stderr=self.log)
         end = time.monotonic() + 120
         while True:
@@ -54,8 +56,9 @@ class Peer:
                 if self.get("/v1/models"):
                     return
             if self.process.poll() is not None or time.monotonic() > end:
+                words = pathlib.Path(self.log.name).read_text()[-2000:]
                 self.stop()
-                sys.exit(f"{name} did not start; its words are in {self.log.name}")
+                sys.exit(f"{name} did not start:\n{words}")
             time.sleep(0.2)
 
     def connect(self):
@@ -92,6 +95,8 @@ class Peer:
         return 0
 
     def stop(self):
+        if self.process.poll() is not None:
+            return
         self.process.terminate()
         try:
             self.process.wait(30)
@@ -141,8 +146,9 @@ def load(peer, args):
                     sys.exit(f"{peer.name}: a lone client: {answer}")
                 expected.append(answer[0])
     lock = threading.Lock()
-    totals = {"answers": 0, "prompt_tokens": 0, "answer_tokens": 0, "different": 0}
+    totals = {"answers": 0, "prompt_tokens": 0, "answer_tokens": 0, "different": 0, "late": 0}
     errors, seconds = [], []
+    stopped = threading.Event()
     begin = time.monotonic()
     end = begin + args.seconds
 
@@ -153,6 +159,16 @@ def load(peer, args):
                 asked = time.monotonic()
                 answer = peer.complete(connection, prompt, args.answer)
                 with lock:
+                    if time.monotonic() > end and not args.requests:
+                        # It counts for nobody's speed, but must be right.
+                        totals["late"] += 1
+                        if stopped.is_set():
+                            return
+                        if isinstance(answer, str):
+                            errors.append(answer)
+                        elif which is not None:
+                            totals["different"] += answer[0] != expected[which]
+                        return
                     if isinstance(answer, str):
                         errors.append(answer)
                         continue
@@ -168,12 +184,17 @@ def load(peer, args):
     for thread in threads:
         thread.start()
     # Memory once everything has been of use, and at the end: what grows between them grows for ever.
-    warm = 0
+    warm = memory_end = 0
     while any(thread.is_alive() for thread in threads):
         time.sleep(0.2)
+        if not stopped.is_set():
+            memory_end = peer.memory()
         if not warm and time.monotonic() > begin + args.seconds / 3:
-            warm = peer.memory()
-    elapsed = time.monotonic() - begin
+            warm = memory_end
+        if time.monotonic() > end + args.drain and not stopped.is_set():
+            stopped.set()  # what it still owes is not waited for
+            peer.stop()
+    elapsed = min(time.monotonic(), end) - begin
     seconds.sort()
     return {
         "server": peer.name,
@@ -189,7 +210,7 @@ def load(peer, args):
         "slowest_s": round(seconds[-1], 2) if seconds else None,
         "memory_start": memory,
         "memory_third": warm,
-        "memory_end": peer.memory(),
+        "memory_end": memory_end,
     }
 
 
@@ -204,6 +225,7 @@ def main():
     parser.add_argument("--phsa", default="build/release/bin/phsa")
     parser.add_argument("--serve-args", default="", help="more flags for phsa serve")
     parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--drain", type=float, default=60, help="seconds that the last answers may take after the end")
     parser.add_argument(
         "--requests", type=int, default=0, help="stop after this many answers; 0: when the time is over"
     )
@@ -219,11 +241,12 @@ def main():
     parser.add_argument("--llama", action="store_true", help="llama_cpp.server too")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has llama_cpp.server")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server is left behind
     threads = args.threads or os.cpu_count()
 
     ours, theirs = free_port(), free_port()
     serve = [args.phsa, "serve", "-m", args.model, "--port", ours, "-t", threads, "-c", args.context]
-    servers = [("phsa", [*serve, "--queue", args.clients, "--log-file=", *shlex.split(args.serve_args)], ours)]
+    servers = [("phsa", [*serve, "--queue", args.clients, "--log-file", "none", *shlex.split(args.serve_args)], ours)]
     if args.llama:
         peer = [args.python, "-m", "llama_cpp.server", "--model", args.model, "--port", theirs, "--n_ctx", args.context]
         peer += ["--n_threads", threads, "--n_threads_batch", threads, "--flash_attn", "true"]

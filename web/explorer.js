@@ -31,9 +31,12 @@ export function packInspection(found) {
     l.heads.flatMap(head => integers(head.recall_by_query_head, RECALL)),
     ...l.heads.map(head => [head.blocks, integers(head.scores, SCORE)]),
   ];
-  const { layers: own = [], ...base } = found.attention;
+  const { layers: own = {}, ...base } = found.attention;
   const policies = Array.from({ length: found.num_layers }, () => base.attention);
-  for (const one of own) if (one.attention) for (const l of one.layers) policies[l] = one.attention;
+  for (const [range, settings] of Object.entries(own)) {  // "3" or "3-5"
+    const [first, last = first] = range.split("-").map(Number);
+    policies.fill(settings.attention ?? base.attention, first, last + 1);
+  }
   return {
     model: found.model, attention: base, prompt: found.prompt_tokens, text: found.text,
     punctuation: gaps(found.punctuation), special: gaps(found.special), block: found.block_size,
@@ -178,7 +181,8 @@ export function createExplorer(root, data, options = {}) {
   function buildTools() {
     ui.queriesNote = make("small");
     ui.queries = make("div", "queries");
-    const box = card("tools-card", written ? "Answer token" : "Query token", ui.queriesNote), tools = make("div", "tools");
+    const box = card("tools-card", written ? "Answer token" : "Query token", ui.queriesNote);
+    const tools = make("div", "tools");
     if (data.queries.length > 1) addQuery("all", -1);
     data.queries.forEach((query, i) => addQuery(visible(data.text[tokenAt(query)]), i, tokenAt(query) >= data.prompt));
     const select = (name, texts, change) => {
@@ -473,7 +477,9 @@ export function createExplorer(root, data, options = {}) {
     const words = ["Block " + b];
     if (now.init[b]) words.push("init");
     if (now.local[b]) words.push("local");
-    if (now.count[b] > 0) words.push("chosen by " + now.count[b] + " of " + now.heads, "score " + now.score[b].toFixed(3));
+    if (now.count[b] > 0) {
+      words.push("chosen by " + now.count[b] + " of " + now.heads, "score " + now.score[b].toFixed(3));
+    }
     if (kindOf(b)) words.push(kindOf(b));
     cells[b].setAttribute("aria-label", words.join(", ") + ": " + snippet(b));
     cells[b].setAttribute("aria-selected", "true");

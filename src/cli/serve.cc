@@ -62,7 +62,7 @@ void RunServe(const ServeFlags& flags) {
         "--host 127.0.0.1",
         Quoted(flags.server.host));
   }
-  server::AccessLog log(flags.log_file);
+  server::AccessLog log(flags.log_file == "none" ? "" : flags.log_file);
   std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
   Tokenizer tokenizer = LoadTokenizer(*source);
   const int32_t context = flags.model.context > 0 ? flags.model.context : source->config().context;
@@ -100,6 +100,7 @@ void RunServe(const ServeFlags& flags) {
   server::Server http(options, service, worker, metrics, log);
   const bool v6 = options.host.find(':') != std::string::npos;
   fmt::print(stderr, "serving {} at http://{}{}{}:{}\n", id, v6 ? "[" : "", options.host, v6 ? "]" : "", http.port());
+  ThrowIfInterrupted();  // from here on the server has the signals
   http.Run();
 }
 
@@ -164,7 +165,7 @@ void AddServeCommand(CLI::App& app) {
       ->group(access);
   command->add_option("--cors", flags->service.cors_origin, "an origin whose pages may use the server, or *")
       ->group(access);
-  command->add_option("--log-file", flags->log_file, "a file for the access log; -: standard error; empty: none")
+  command->add_option("--log-file", flags->log_file, "a file for the access log; -: standard error; none: no log")
       ->group(access);
   AddAttentionFlags(*command, flags->attention);
   command->callback([flags] { RunServe(*flags); });

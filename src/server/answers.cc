@@ -11,9 +11,6 @@
 namespace phsa::server {
 namespace {
 
-// Microseconds and millionths are enough for anybody.
-double Rounded(double value) { return std::round(value * 1e6) / 1e6; }
-
 int64_t Characters(std::string_view text) {
   int64_t count = 0;
   for (size_t at = 0; at < text.size(); at += ScanUtf8(text, at).size) ++count;
@@ -27,6 +24,8 @@ Json Bytes(std::string_view text) {
 }
 
 }  // namespace
+
+double Rounded(double value) { return std::round(value * 1e6) / 1e6; }
 
 std::string JsonBody(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
 

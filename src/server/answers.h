@@ -17,6 +17,7 @@
 namespace phsa::server {
 
 // Valid JSON whatever bytes the texts have.
+double Rounded(double value);  // microseconds and millionths are enough for anybody
 std::string JsonBody(const Json& json);
 
 // {"error": {"message", "type", "param", "code"}}

@@ -380,6 +380,7 @@ InspectRequest ParseInspect(std::string_view body, const ServedModel& model) {
   const Json json = ParseBody(body);
   const Fields fields(json, "");
   const bool chat = fields.Find("messages") != nullptr;
+  (void)Variables(fields);  // judged also where no template reads them
   if (chat && fields.Find("prompt") != nullptr) fields.Refuse("prompt", " and messages are both there; give one");
   const Tokenizer& tokenizer = model.engine.tokenizer();
   InspectRequest request;

@@ -18,6 +18,8 @@ namespace {
 
 // A connection that says nothing must not hold the end of the server up.
 constexpr std::chrono::milliseconds kDrainingIdle{1000};
+// A client that still sends sees its answer only if it is not cut off; so long it may go on.
+constexpr std::chrono::milliseconds kLinger{2000};
 
 }  // namespace
 
@@ -248,6 +250,7 @@ void Connection::ClientGone(const char* how) {
 void Connection::RefuseAndClose(const HttpError& error) {
   state_ = State::kWork;
   keep_alive_ = false;
+  unread_body_ = timed_out_ == nullptr;
   timed_out_ = nullptr;
   Answer(ErrorResponse(error));
 }
@@ -371,11 +374,29 @@ void Connection::Finished(bool keep_alive) {
   response_.reset();
   stream_serializer_.reset();
   stream_head_.reset();
-  if (!keep_alive) {
+  if (keep_alive) {
+    ReadNext();
+  } else if (unread_body_) {
+    beast::error_code ignored;
+    socket_.shutdown(tcp::socket::shutdown_send, ignored);
+    state_ = State::kLingering;
+    SetDeadline(kLinger, "the end");
+    Linger();
+  } else {
     Shut();
-    return;
   }
-  ReadNext();
+}
+
+void Connection::Linger() {
+  writing_.resize(64 << 10);  // what comes is not looked at
+  socket_.async_read_some(asio::buffer(writing_), [self = shared_from_this()](const beast::error_code& error, size_t) {
+    if (self->state_ != State::kLingering) return;
+    if (error) {
+      self->Shut();
+    } else {
+      self->Linger();
+    }
+  });
 }
 
 void Connection::Log(const std::string& note) {

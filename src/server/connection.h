@@ -53,7 +53,7 @@ class Connection : public Exchange, public std::enable_shared_from_this<Connecti
   void EndStream() override;
 
  private:
-  enum class State : uint8_t { kIdle, kHeader, kBody, kWork, kWriting, kStreaming, kClosed };
+  enum class State : uint8_t { kIdle, kHeader, kBody, kWork, kWriting, kStreaming, kLingering, kClosed };
 
   void ReadNext();
   void OnReadable();
@@ -67,6 +67,7 @@ class Connection : public Exchange, public std::enable_shared_from_this<Connecti
   void ClientGone(const char* how);
   void FlushStream();
   void Finished(bool keep_alive);
+  void Linger();
   void Log(const std::string& note);
   void SetDeadline(std::chrono::milliseconds timeout, const char* what);
   void Shut();
@@ -83,7 +84,8 @@ class Connection : public Exchange, public std::enable_shared_from_this<Connecti
 
   std::optional<http::request_parser<http::string_body>> parser_;
   HttpRequest request_;
-  bool served_ = false;  // it had a request
+  bool served_ = false;       // it had a request
+  bool unread_body_ = false;  // of a request that was refused
   bool keep_alive_ = false, watching_ = false;
   uint32_t generation_ = 0;  // of the request: a deadline or watch of an older one means nothing
   std::chrono::steady_clock::time_point begun_;

@@ -142,6 +142,7 @@ void Generation::TakePart(size_t index, const AnswerPart& part) {
     if (!progress.begun) choice["prompt_token_ids"] = prompt.tokens;
   }
   progress.begun = true;
+  choice["phsa"] = {{"read_share", Rounded(part.tokens_read.share())}};
   if (request_.chat) {
     choice["delta"] = {{"content", text}};
   } else {
@@ -159,7 +160,7 @@ void Generation::TakeEnd(size_t index, GenerateResult result, const AnswerTimes&
   }
   // An answer without tokens has no parts, and its prompt may still be to echo.
   if (request_.stream && !progress_[index].begun && (request_.echo || request_.return_token_ids)) {
-    TakePart(index, {"", {}, {}, result.prompt_log_probabilities});
+    TakePart(index, {"", {}, {}, result.prompt_log_probabilities, result.tokens_read});
   }
   const StopReason reason = result.reason;
   answers_[index] = {std::move(result), times};

@@ -72,7 +72,7 @@ void Histogram::Print(const std::string& name, const std::string& help, const st
                  total, sum_);
 }
 
-Metrics::Metrics(std::string model)
+Metrics::Metrics(const std::string& model)
     : labels_(fmt::format("model_name=\"{}\"", Escaped(model))),
       first_token_(FirstTokenBounds()),
       per_token_(PerTokenBounds()),

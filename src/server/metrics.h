@@ -42,7 +42,7 @@ class Histogram {
 // All functions may be called by any thread.
 class Metrics {
  public:
-  explicit Metrics(std::string model);
+  explicit Metrics(const std::string& model);
 
   void SetState(const EngineState& state);
   EngineState state() const;

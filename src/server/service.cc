@@ -83,6 +83,10 @@ class InspectCall : public TaskListener, public std::enable_shared_from_this<Ins
   void OnEnd(size_t, GenerateResult, const AnswerTimes&) override {}
   void OnInspection(Inspection inspection) override {
     exchange_->Post([self = shared_from_this(), inspection = std::move(inspection)]() mutable {
+      if (inspection.result.reason == StopReason::kInterrupted) {
+        self->exchange_->Answer(ErrorResponse(HttpError(503, StatusText(503))));
+        return;
+      }
       // What was given as the answer was read with the prompt.
       inspection.prompt_tokens = self->request_.prompt_tokens;
       inspection.result.text = self->request_.answer + inspection.result.text;
@@ -210,7 +214,7 @@ std::vector<std::pair<std::string, std::string>> Service::CommonHeaders(const Ht
   return headers;
 }
 
-std::function<void()> Service::Handle(const HttpRequest& request, std::shared_ptr<Exchange> exchange) {
+std::function<void()> Service::Handle(const HttpRequest& request, const std::shared_ptr<Exchange>& exchange) {
   try {
     CheckHead(request);
     const Route& route = *FindRoute(request.target);

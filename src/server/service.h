@@ -30,7 +30,7 @@ class Service {
   // What can be judged by the header alone, before a body is read: throws HttpError.
   void CheckHead(const HttpRequest& request) const;
   // Answers now or later. Returns what to call when the client goes before that; may be empty. Throws nothing.
-  std::function<void()> Handle(const HttpRequest& request, std::shared_ptr<Exchange> exchange);
+  std::function<void()> Handle(const HttpRequest& request, const std::shared_ptr<Exchange>& exchange);
   // From now on nothing new is begun.
   void Drain() { draining_ = true; }
   // Headers for every response to this request.

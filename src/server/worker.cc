@@ -31,6 +31,7 @@ AnswerPart NewPart(const GenerateResult& result, Told& told) {
     part.log_probabilities.assign(from(result.log_probabilities), result.log_probabilities.end());
   }
   if (told.tokens == 0) part.prompt_log_probabilities = result.prompt_log_probabilities;
+  part.tokens_read = result.tokens_read;
   told = {result.text.size(), result.tokens.size()};
   return part;
 }
@@ -56,7 +57,8 @@ Worker::~Worker() {
   thread_.join();
 }
 
-bool Worker::Submit(std::vector<Task> tasks, std::shared_ptr<TaskListener> listener, Cancelled cancelled) {
+bool Worker::Submit(std::vector<Task> tasks, const std::shared_ptr<TaskListener>& listener,
+                    const Cancelled& cancelled) {
   const auto now = Clock::now();
   {
     const std::lock_guard lock(mutex_);
@@ -181,7 +183,7 @@ void Worker::Collect() {
   begun_ -= ended;
 }
 
-void Worker::Fail(std::exception_ptr error) {
+void Worker::Fail(const std::exception_ptr& error) {
   scheduler_ = std::make_unique<Scheduler>(engine_, options_.max_running);
   for (const auto& [id, active] : active_) {
     metrics_.CountFailure();
@@ -210,7 +212,6 @@ void Worker::RunInspection() {
     inspecting_ = true;
   }
   try {
-    if (stopping) ThrowInvalid("the inspection was cancelled");
     GenerateCallbacks callbacks;
     callbacks.stop = [&] {
       // The others go on between its steps, and are nobody's to watch.
@@ -218,7 +219,7 @@ void Worker::RunInspection() {
       TakeIncoming();
       Step();
       engine_.decoder().Observe(std::move(observer));
-      return Stopping(inspection.cancelled);
+      return stopping || Stopping(inspection.cancelled);
     };
     inspection.listener->OnInspection(Inspect(engine_, inspection.task.prompt, inspection.task.last,
                                               inspection.task.options, callbacks, inspection.task.attention));

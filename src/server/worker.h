@@ -27,6 +27,7 @@ struct AnswerPart {
   std::vector<int32_t> tokens;
   std::vector<TokenLogProbability> log_probabilities;
   std::vector<TokenLogProbability> prompt_log_probabilities;  // in the first part, where they were asked for
+  TokensRead tokens_read;                                     // so far
 };
 
 // Who gave the work hears of it here, from the worker's thread. `index` is the task's.
@@ -69,7 +70,7 @@ class Worker {
   Worker& operator=(const Worker&) = delete;
 
   // False: the queue is full. Work that is more than the queue holds is taken if nothing waits.
-  bool Submit(std::vector<Task> tasks, std::shared_ptr<TaskListener> listener, Cancelled cancelled);
+  bool Submit(std::vector<Task> tasks, const std::shared_ptr<TaskListener>& listener, const Cancelled& cancelled);
   bool SubmitInspection(InspectTask task, std::shared_ptr<TaskListener> listener, Cancelled cancelled);
   void CancelAll();  // all end soon, as interrupted
   bool Idle() const;
@@ -100,7 +101,7 @@ class Worker {
   void Begin(Pending pending);
   void Step();
   void Collect();
-  void Fail(std::exception_ptr error);  // everything that is in work
+  void Fail(const std::exception_ptr& error);  // everything that is in work
   void RunInspection();
   void PublishState();
   bool Stopping(const Cancelled& cancelled) const { return cancel_all_.load() || cancelled->load(); }

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 
@@ -21,6 +22,9 @@ def _where(model: str) -> tuple[str, dict[str, Any]]:
 def load_model(model: str, dtype: torch.dtype) -> PreTrainedModel:
     """A folder or name of Hugging Face, or a .gguf file, which transformers then turns back into plain weights."""
     name, options = _where(model)
+    if options and hasattr(transformers, "GgufConfig"):
+        # Newer versions leave the weights packed where they have kernels for that; those cannot be trained beside.
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
 
 
