@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <cstring>
 #include <nlohmann/json.hpp>
-#include <regex>
 #include <system_error>
 
 #include "base/errors.h"
@@ -29,8 +28,10 @@ static_assert(std::endian::native == std::endian::little, "the files are little-
 std::string ShardName(size_t number) { return fmt::format("shard-{:05}", number); }
 
 bool IsShardFile(const std::string& name) {
-  static const std::regex pattern("shard-[0-9]{5,}\\.(tokens|offsets)");
-  return std::regex_match(name, pattern);
+  const fs::path path(name);
+  const std::string stem = path.stem().string();
+  return (path.extension() == ".tokens" || path.extension() == ".offsets") && stem.starts_with("shard-") &&
+         stem.size() >= ShardName(0).size() && stem.find_first_not_of("0123456789", 6) == std::string::npos;
 }
 
 [[noreturn]] void Fail(const fs::path& path, const char* what, int error) {
