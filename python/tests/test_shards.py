@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from token_shards import write_documents
 
 from phsa.train.shards import Sequences, Shards
 
@@ -15,38 +16,15 @@ END = 7
 
 def write(folder: Path, sizes: list[list[int]], dtype: str = "uint16") -> Path:
     """Shards of documents of these sizes (with their end). Tokens count up from 8, so that each place can be told."""
-    folder.mkdir()
-    entries = []
+    shards = []
     value = END + 1
-    for number, lengths in enumerate(sizes):
+    for lengths in sizes:
         documents = []
         for length in lengths:
             documents.append(np.append(np.arange(value, value + length - 1), END))
             value += length - 1
-        tokens = np.concatenate(documents).astype(dtype)
-        name = f"shard-{number:05}"
-        (folder / f"{name}.tokens").write_bytes(tokens.tobytes())
-        (folder / f"{name}.offsets").write_bytes(np.cumsum([0, *lengths]).astype("<u8").tobytes())
-        entries.append(
-            {
-                "file": name,
-                "documents": len(lengths),
-                "tokens": len(tokens),
-                "sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
-            }
-        )
-    index = {
-        "format": "phsa tokens 1",
-        "dtype": dtype,
-        "vocab_size": value,
-        "end": END,
-        "punctuation": {"en": [3, 5], "en+zh": [3, 5, 6]},
-        "documents": sum(entry["documents"] for entry in entries),
-        "tokens": sum(entry["tokens"] for entry in entries),
-        "shards": entries,
-    }
-    (folder / "index.json").write_text(json.dumps(index))
-    return folder
+        shards.append(documents)
+    return write_documents(folder, shards, vocab_size=value, end=END, dtype=dtype)
 
 
 def random_sizes(count: int, largest: int, seed: int) -> list[int]:
