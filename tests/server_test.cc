@@ -153,6 +153,7 @@ class FakeExchange : public Exchange {
  public:
   void Post(std::function<void()> work) override {
     const std::lock_guard lock(mutex_);
+    if (gone_) return;
     work_.push_back(std::move(work));
     more_.notify_all();
   }
@@ -176,6 +177,11 @@ class FakeExchange : public Exchange {
       }
       work();
     }
+    // What is posted behind the answer holds what holds this exchange: undone, it would keep both for ever.
+    std::deque<std::function<void()>> undone;
+    const std::lock_guard lock(mutex_);
+    gone_ = true;
+    undone.swap(work_);
     return response_;
   }
 
@@ -185,6 +191,7 @@ class FakeExchange : public Exchange {
   std::deque<std::function<void()>> work_;
   HttpResponse response_;
   bool done_ = false;
+  bool gone_ = false;
 };
 
 class ServiceTest : public ::testing::Test {
