@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from . import disable, enable, packed
 from .load import load_model
+from .switch import set_attention
 
 SAMPLES_FORMAT = "phsa niah samples 1"
 ANSWERS_FORMAT = "phsa niah 1"
@@ -43,18 +43,6 @@ def read_samples(path: str | os.PathLike) -> tuple[dict[str, Any], list[dict[str
     if not good:
         raise ValueError(f"{path}: not a file of `phsa niah --export`")
     return header, samples
-
-
-def set_attention(
-    model: PreTrainedModel, attention: Mapping[str, Any], punctuation: Mapping[str, Sequence[int]]
-) -> None:
-    """Makes a model attend as a record says."""
-    if attention["attention"] == "dense" and not attention.get("layers"):
-        disable(model)
-        model.set_attn_implementation(packed.NAME)
-        return
-    model.config.phsa = dict(attention)
-    enable(model, punctuation=punctuation[attention["punctuation"]], check=False)
 
 
 @torch.no_grad()

@@ -77,7 +77,6 @@ def save(
     """Collective. Older checkpoints but the last `keep` go once the new one is on the disk."""
     final = folder / f"step-{step:08d}"
     partial = folder / f"{final.name}.partial"
-    failure: BaseException | None = None
     try:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -94,13 +93,11 @@ def save(
             for old in complete(folder)[:-keep]:
                 shutil.rmtree(old)
     except (Exception, CheckpointException) as error:  # DCP's own is not an Exception
-        failure = error
-    if failure is not None:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         last = complete(folder)
         kept = f"the last complete checkpoint is {last[-1]}" if last else "there is no earlier checkpoint"
-        raise CheckpointError(f"{final} cannot be written ({_cause(failure)}); {kept}") from failure
+        raise CheckpointError(f"{final} cannot be written ({_cause(error)}); {kept}") from error
     _barrier()
 
 

@@ -74,10 +74,10 @@ class Run:
         if data.held_out is not None:
             held_out = Sequences(Shards(data.held_out, verify=rank == 0), data.length, 0)
             self.held_out = [Batch.of(held_out[index]) for index in range(config.evaluate.sequences)]
-        self.needles: tuple[dict, list[dict]] | None = None
+        columns = ["step", "held_out_loss", "held_out_loss_dense"]
         if config.evaluate.niah is not None:
-            header, samples = niah.read_samples(config.evaluate.niah)
-            self.needles = header, samples[: config.evaluate.niah_samples]
+            _, samples = niah.read_samples(config.evaluate.niah)
+            columns += sorted({_needle_name(record["attention"]) for one in samples for record in one["records"]})
 
         self.trainee = Trainee(config, shards.punctuation, device, world)
         vocabulary = self.trainee.model.config.vocab_size
@@ -107,11 +107,11 @@ class Run:
             self.out.mkdir(parents=True, exist_ok=True)
             write_json(self.out / "config.json", config.to_json())
             self.log = Table(self.out / "log.csv", LOG, self.step)
-            self.evaluations = Table(self.out / "evaluations.csv", self._evaluation_columns(), self.step)
-        self.trained = sum(p.numel() for p in parameters)
+            self.evaluations = Table(self.out / "evaluations.csv", columns, self.step)
+        trained = sum(p.numel() for p in parameters)
         all_parameters = sum(p.numel() for p in self.trainee.model.parameters())
         self.progress.say(
-            f"{config.attention.method} K={config.attention.top_k}: {self.trained:,} of {all_parameters:,} weights are "
+            f"{config.attention.method} K={config.attention.top_k}: {trained:,} of {all_parameters:,} weights are "
             f"trained, {o.batch * data.length:,} tokens a step, {shards.tokens:,} tokens in {data.train}"
         )
 
@@ -132,9 +132,10 @@ class Run:
 
     def _sum(self, values: Iterable[float]) -> list[float]:
         """Over all processes."""
+        if self.world == 1:
+            return list(values)
         tensor = torch.tensor(list(values), dtype=torch.float64, device=self.device)
-        if self.world > 1:
-            dist.all_reduce(tensor)
+        dist.all_reduce(tensor)
         return tensor.tolist()
 
     def _one_step(self) -> dict[str, float]:
@@ -168,19 +169,13 @@ class Run:
         self.tokens += int(predicted)
         return {"loss": mean_nll, "divergence": mean_divergence, "learning_rate": rate, "gradient_norm": norm}
 
-    def _evaluation_columns(self) -> list[str]:
-        columns = ["step", "held_out_loss", "held_out_loss_dense"]
-        if self.needles is not None:
-            columns += sorted({_needle_name(r["attention"]) for s in self.needles[1] for r in s["records"]})
-        return columns
-
     def evaluate(self) -> dict[str, float]:
         """Held-out loss, sparse and dense, and the needles."""
         trainee, config, out = self.trainee, self.config.evaluate, {}
         if self.held_out:
             out["held_out_loss"] = trainee.held_out_loss(self.held_out, trainee.settings)
             out["held_out_loss_dense"] = trainee.held_out_loss(self.held_out, trainee.dense)
-        if self.needles is not None:
+        if config.niah is not None:
             # Every process answers, because the weights are gathered for all; one writes it down.
             name = f"niah-{self.step:08d}.jsonl" if self.rank == 0 else os.devnull
             if self.rank == 0:
@@ -256,7 +251,7 @@ class Run:
                 if config.evaluate.every and self.step % config.evaluate.every == 0:
                     self.evaluate()
                     evaluated = self.step
-                (number,) = self._sum([float(stop.number)]) if self.world > 1 else (stop.number,)
+                (number,) = self._sum([stop.number])
                 if number or (config.checkpoint.every and self.step % config.checkpoint.every == 0):
                     self.save_checkpoint()
                     saved = self.step

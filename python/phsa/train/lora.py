@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -111,8 +111,6 @@ def save_adapter(
 
 def load_adapter(folder: Path, model: PreTrainedModel) -> None:
     """Puts the adapter of a folder into a model that has none yet."""
-    from safetensors.torch import load_file
-
     configuration = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     plain = {"peft_type": "LORA", "use_rslora": False, "use_dora": False, "bias": "none", "fan_in_fan_out": False}
     plain |= {"rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None}
