@@ -52,7 +52,7 @@ def plot(path: Path, scores: dict, curve: list[tuple[float, dict]], title: str) 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.6), layout="constrained", sharey=True)
     for run, found in scores.items():
         name = "infllm2" if run.startswith("infllm2") else "phsa"
         ks = sorted(k for one, k in found if one == name)
@@ -62,7 +62,7 @@ def plot(path: Path, scores: dict, curve: list[tuple[float, dict]], title: str) 
     left.set_xlabel("blocks chosen when reading")
     left.set_ylabel("needles found, percent")
     left.set_ylim(0, 102)
-    left.legend(frameon=False, fontsize=8)
+    left.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncol=2)
     for k in ks:
         points = [(tokens, 100 * sum(found["phsa", k].values()) / len(found["phsa", k])) for tokens, found in curve]
         right.plot(*zip(*points, strict=True), marker="o", label=f"K={k}")
@@ -118,6 +118,9 @@ def main() -> None:
         plot(args.plot, scores, curve, f"{first.name}, read with phsa")
     for pair in args.pair:
         (run_a, a), (run_b, b) = (part.split(":") for part in pair.split(","))
+        for run in (run_a, run_b):
+            if run not in scores:
+                raise SystemExit(f"--pair {pair}: there is no run {run}; there are {', '.join(scores)}")
         print(f"\n{run_a} read with {a} minus {run_b} read with {b}, on the same samples, in points (95 %; McNemar)")
         for k in ks:
             key_a, key_b = ((name, 0 if name == "dense" else k) for name in (a, b))

@@ -10,6 +10,7 @@ phsa=$1/phsa
 shift
 [[ $# -gt 0 ]] || set -- --niah-lengths 4k --samples 8
 model=smollm2-135m
+adapter=models/smollm2-135m-phsa
 book=bench/data/from_sand_hill_to_pine.txt
 page=bench/data/lighthouse.txt
 text=demo/text.txt
@@ -28,9 +29,9 @@ mkdir -p demo
   tail -n 3 "$page"
 } >"$text"
 
-compare=("$phsa" compare -m "$model" --attention "dense,infllm2,phsa" -f "$text"
-  -p "How high is the tower?" --expect "41"
+compare=("$phsa" compare -m "$model" --adapter "$adapter" --attention "dense,infllm2,phsa" -f "$text"
   -p "Who built the lighthouse?" --expect "Clara Voss"
+  -p "In which year was the lighthouse built?" --expect "1868"
   -p "What did the town give to Mary Ellison?" --expect "silver watch"
   --out demo "$@")
 echo
@@ -45,12 +46,12 @@ printf "\n\n"
 
 cat <<END
 
-What to make of it: sparse attention reads a small part of the text, and the longer the text the more time that saves. But
-$model has 135 million parameters and was never trained with it: what lies far back it loses more often than dense
-attention does, and the needles show how often. An adapter trained with PHSA finds most of them again: add
---adapter models/smollm2-135m-phsa to the command above (docs/training.md). Larger models lose less (docs/results.md).
+What to make of it: sparse attention reads a small part of the text, and the longer the text the more time that saves.
+$model has 135 million parameters; what lies far back it would lose most of, had it not learned to read sparsely: the adapter
+in $adapter was trained with PHSA (docs/training.md). Leave it out of the command above to see the
+difference. Larger models lose less without training (docs/results.md).
 
 The report with its plots: demo/report.html
-Which blocks it read:      $phsa inspect -m $model -f $text -p "Who built the lighthouse?" --html demo/inspect.html
-Talk to it yourself:       $phsa chat -m $model
+Which blocks it read:      $phsa inspect -m $model --adapter $adapter -f $text -p "Who built the lighthouse?" --html demo/inspect.html
+Talk to it yourself:       $phsa chat -m $model --adapter $adapter
 END
