@@ -14,6 +14,12 @@ endmacro()
 find_package(Threads REQUIRED)
 find_package(fmt QUIET)
 phsa_require(fmt_FOUND fmt libfmt-dev)
+# Its headers alone, so that nobody who has libphsa needs libfmt. A build with sanitizers is installed nowhere, and a
+# file that includes fmt compiles in a fifth of the time with the library.
+set(PHSA_FMT fmt::fmt-header-only)
+if(PHSA_SANITIZE)
+  set(PHSA_FMT fmt::fmt)
+endif()
 find_package(nlohmann_json QUIET)
 phsa_require(nlohmann_json_FOUND nlohmann-json nlohmann-json3-dev)
 find_package(PkgConfig QUIET)

@@ -3,6 +3,7 @@
 #   scripts/test-cuda.sh            build, then test
 #   scripts/test-cuda.sh --build    build only
 #   scripts/test-cuda.sh --bench    build, test, then time forward, decode and backward against dense attention
+# PHSA_BIN_DIR names the folder of a `phsa` with CUDA in it: then the whole engine is tested too, against the CPU.
 # PHSA_CUDA_ARCHES names the targets (default: 90a, and 80 as the plain path for other GPUs).
 set -eu
 cd "$(dirname "$0")/.."
@@ -18,9 +19,9 @@ for arch in $arches; do
 done
 
 # One object per source, several at a time; a source is compiled again only when it or a header is newer.
-for source in src/attention/cuda/*.cu; do
+for source in src/attention/cuda/*.cu src/ops/cuda/*.cu; do
   object=$build/$(basename "$source" .cu).o
-  if [ -n "$(find src/attention/cuda \( -name '*.cuh' -o -name '*.h' \) -newer "$object" 2>/dev/null)" ] ||
+  if [ -n "$(find src/attention/cuda src/ops/cuda \( -name '*.cuh' -o -name '*.h' \) -newer "$object" 2>/dev/null)" ] ||
      [ ! -e "$object" ] || [ "$source" -nt "$object" ]; then
     echo "$nvcc -std=c++20 -O3 --expt-relaxed-constexpr $targets -Xcompiler -fPIC,-Wall,-Wextra" \
          "-Iinclude -Isrc -c $source -o $object"

@@ -14,8 +14,8 @@
 #include "io/sha256.h"
 #include "model/decoder.h"
 #include "model/kv_file.h"
-#include "ops/layers.h"
 #include "phsa/error.h"
+#include "test_backend.h"
 
 namespace phsa {
 namespace {
@@ -40,13 +40,13 @@ class Reader {
     for (size_t first; (first = static_cast<size_t>(sequence.length())) < end;) {
       const size_t count = std::min(chunk, end - first);
       const BatchItem item{&sequence, std::span<const int32_t>(ids_).subspan(first, count), BatchItem::Logits::kAll};
-      decoder_.Step({&item, 1}, [&](int32_t, int32_t row, const float* logits) {
+      decoder_.Step({&item, 1}, [&](int32_t, int32_t row, const LogitsRow& logits) {
         const size_t at = first + static_cast<size_t>(row);
         Sha256 hash;
-        hash.Update(logits, static_cast<size_t>(config_.vocab_size) * sizeof(float));
+        hash.Update(logits.All().data(), logits.All().size_bytes());
         reading.hash[at] = hash.Hex();
         if (at + 1 == ids_.size()) return;
-        reading.loss += LogSumExp(logits, config_.vocab_size) - static_cast<double>(logits[ids_[at + 1]]);
+        reading.loss += logits.LogSumExp() - static_cast<double>(logits[ids_[at + 1]]);
       });
     }
   }
@@ -95,9 +95,11 @@ int Main(char** argv) {
   const LayerSettings settings = SettingsFromJson(argv[5]);
   const KvIdentity identity = {{"model", ModelFingerprint(*source)}};
   ThreadPool threads(std::stoi(argv[4]));
-  const Weights weights = LoadWeights(*source, WeightsModeFromName(argv[2]), threads, [](double) { return true; });
-  KvCache cache(PageLayout(config, settings, kv_type), static_cast<int32_t>(2 * length / kPageTokens + 4));
-  Decoder decoder(config, weights, settings, kv_type, static_cast<int32_t>(length), threads);
+  const auto backend =
+      TestBackend(*source, WeightsModeFromName(argv[2]), kv_type, static_cast<int32_t>(length), threads);
+  KvCache cache =
+      TestCache(*backend, PageLayout(config, settings, kv_type), static_cast<int32_t>(2 * length / kPageTokens + 4));
+  Decoder decoder(config, *backend, settings, threads);
   // Any flags will do, as long as they are the same each time.
   std::vector<uint8_t> flags(static_cast<size_t>(config.vocab_size));
   for (size_t i = 0; i < flags.size(); ++i) flags[i] = i < 40 ? 1 : 0;

@@ -90,7 +90,7 @@ TEST(Flops, OfAttentionAreTheTokensThatARunRead) {
     const TokensRead before = engine->decoder().tokens_read();
     Session session(*engine);
     session.Prefill(
-        tokens, {}, [](int32_t, int32_t, const float*) {}, BatchItem::Logits::kNone);
+        tokens, {}, [](int32_t, int32_t, const LogitsRow&) {}, BatchItem::Logits::kNone);
     const double read = static_cast<double>(engine->decoder().tokens_read().read - before.read);
     EXPECT_EQ(CountAttentionFlops({SmallSettings(policy, 4), {}}, engine->config(), 700).attention,
               4 * engine->config().head_dim * read)
@@ -346,6 +346,7 @@ SpeedRow Row(SpeedTest test, int32_t tokens, int32_t depth, std::vector<double> 
 CompareResult Example() {
   CompareResult result;
   result.about.model = "odd <script>alert(1)</script> | model";
+  result.about.device = "cpu";
   result.about.cpu = "a CPU";
   result.about.command = "phsa compare -m 'a b'";
   result.about.date = "today";

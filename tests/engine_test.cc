@@ -4,6 +4,7 @@
 #include <limits>
 #include <map>
 
+#include "base/memory.h"
 #include "engine/attention_choice.h"
 #include "engine/memory_plan.h"
 #include "engine/sampler.h"
@@ -16,6 +17,10 @@
 namespace phsa {
 namespace {
 
+int32_t Next(Sampler& sampler, const std::vector<float>& logits, std::span<const int32_t> seen = {}) {
+  return sampler.Next(HostLogitsRow(logits), static_cast<int32_t>(logits.size()), seen);
+}
+
 SamplerSettings Everything(uint64_t seed) {
   return {.temperature = 1, .top_k = 0, .top_p = 1, .min_p = 0, .repetition_penalty = 1, .seed = seed};
 }
@@ -25,14 +30,14 @@ TEST(Sampler, TemperatureZeroTakesTheLowestOfTheMostLikely) {
   settings.temperature = 0;
   Sampler sampler(settings);
   const std::vector<float> logits = {0, 3, 1, 3};
-  EXPECT_EQ(sampler.Next(logits, {}), 1);
+  EXPECT_EQ(Next(sampler, logits), 1);
 }
 
 TEST(Sampler, FrequenciesFollowTheProbabilities) {
   Sampler sampler(Everything(3));
   const std::vector<float> logits = {std::log(0.5f), std::log(0.3f), std::log(0.2f)};
   std::map<int32_t, int> counts;
-  for (int i = 0; i < 20000; ++i) ++counts[sampler.Next(logits, {})];
+  for (int i = 0; i < 20000; ++i) ++counts[Next(sampler, logits)];
   EXPECT_NEAR(counts[0] / 20000.0, 0.5, 0.02);
   EXPECT_NEAR(counts[1] / 20000.0, 0.3, 0.02);
   EXPECT_NEAR(counts[2] / 20000.0, 0.2, 0.02);
@@ -43,7 +48,7 @@ std::vector<int32_t> Reached(SamplerSettings settings, const std::vector<float>&
                              std::span<const int32_t> seen = {}) {
   Sampler sampler(settings);
   std::map<int32_t, int> counts;
-  for (int i = 0; i < 4000; ++i) ++counts[sampler.Next(logits, seen)];
+  for (int i = 0; i < 4000; ++i) ++counts[Next(sampler, logits, seen)];
   std::vector<int32_t> ids;
   for (const auto& [id, count] : counts) ids.push_back(id);
   return ids;
@@ -68,7 +73,7 @@ TEST(Sampler, TheSeedDecidesTheAnswer) {
   const auto draw = [&](uint64_t seed) {
     Sampler sampler(Everything(seed));
     std::vector<int32_t> ids;
-    for (int i = 0; i < 20; ++i) ids.push_back(sampler.Next(logits, {}));
+    for (int i = 0; i < 20; ++i) ids.push_back(Next(sampler, logits));
     return ids;
   };
   EXPECT_EQ(draw(5), draw(5));
@@ -81,9 +86,9 @@ TEST(Sampler, ThePenaltyCountsEachTokenOnceAndBothSigns) {
   settings.repetition_penalty = 2;
   Sampler sampler(settings);
   const std::vector<int32_t> seen = {0, 0, 0};
-  EXPECT_EQ(sampler.Next(std::vector<float>{3.0f, 1.4f}, seen), 0);  // 3 / 2, not 3 / 8
-  EXPECT_EQ(sampler.Next(std::vector<float>{3.0f, 1.6f}, seen), 1);
-  EXPECT_EQ(sampler.Next(std::vector<float>{-1.0f, -1.9f}, seen), 1);  // -1 · 2 < -1.9
+  EXPECT_EQ(Next(sampler, {3.0f, 1.4f}, seen), 0);  // 3 / 2, not 3 / 8
+  EXPECT_EQ(Next(sampler, {3.0f, 1.6f}, seen), 1);
+  EXPECT_EQ(Next(sampler, {-1.0f, -1.9f}, seen), 1);  // -1 · 2 < -1.9
 }
 
 TEST(Sampler, ThePenaltyPassesOverTokensThatCannotBeChosen) {
@@ -92,14 +97,15 @@ TEST(Sampler, ThePenaltyPassesOverTokensThatCannotBeChosen) {
   settings.repetition_penalty = 2;
   // A prompt may have ids of the model's padding, which have no logits here.
   const std::vector<int32_t> seen = {7, 0};
-  EXPECT_EQ(Sampler(settings).Next(std::vector<float>{3.0f, 1.6f}, seen), 1);
+  Sampler sampler(settings);
+  EXPECT_EQ(Next(sampler, {3.0f, 1.6f}, seen), 1);
 }
 
 TEST(Sampler, LogitsThatAreNoNumbersAreRefusedOrPassedOver) {
   const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
   Sampler sampler(Everything(1));
-  EXPECT_EQ(sampler.Next(std::vector<float>{nan, 1.0f, -infinity}, {}), 1);
-  EXPECT_NE(Refusal([&] { sampler.Next(std::vector<float>{nan, -infinity}, {}); }).find("finite"), std::string::npos);
+  EXPECT_EQ(Next(sampler, {nan, 1.0f, -infinity}), 1);
+  EXPECT_NE(Refusal([&] { Next(sampler, {nan, -infinity}); }).find("finite"), std::string::npos);
 }
 
 TEST(Sampler, SettingsOutOfRangeAreRefusedByName) {

@@ -101,7 +101,7 @@ TEST(Recall, IsTheShareOfTheSoftmaxOnTheTokensThatAreRead) {
         });
         Session session(*engine);
         session.Prefill(
-            tokens, {}, [](int32_t, int32_t, const float*) {}, BatchItem::Logits::kNone);
+            tokens, {}, [](int32_t, int32_t, const LogitsRow&) {}, BatchItem::Logits::kNone);
       }
       EXPECT_LT(worst, 1e-5) << Name(policy);
       EXPECT_LT(least, 0.9) << Name(policy);  // or nothing was compared
@@ -224,7 +224,7 @@ TEST(Inspect, KeepsWhatTheAttentionChose) {
     });
     Session session(*again);
     session.Prefill(
-        inspection.tokens, {}, [](int32_t, int32_t, const float*) {}, BatchItem::Logits::kNone);
+        inspection.tokens, {}, [](int32_t, int32_t, const LogitsRow&) {}, BatchItem::Logits::kNone);
 
     EXPECT_GT(inspection.Recall(), 0.1);
     EXPECT_LT(inspection.Recall(), 0.9);

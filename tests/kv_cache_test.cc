@@ -12,6 +12,7 @@
 #include "model/decoder.h"
 #include "model/kv_file.h"
 #include "refusal.h"
+#include "test_backend.h"
 
 namespace phsa {
 namespace {
@@ -31,9 +32,9 @@ class Cache : public testing::Test {
  protected:
   Cache()
       : threads(1),
-        weights(LoadWeights(model, WeightsMode::kF32, threads, [](double) { return true; })),
-        cache(PageLayout(model.config(), Sparse(), PHSA_F32), 8),
-        decoder(model.config(), weights, Sparse(), PHSA_F32, 1024, threads) {
+        backend(TestBackend(model, WeightsMode::kF32, PHSA_F32, 1024, threads)),
+        cache(TestCache(*backend, PageLayout(model.config(), Sparse(), PHSA_F32), 8)),
+        decoder(model.config(), *backend, Sparse(), threads) {
     std::vector<uint8_t> flags(101);
     for (size_t i = 0; i < 20; ++i) flags[i] = 1;
     decoder.SetPunctuation(flags);
@@ -45,7 +46,9 @@ class Cache : public testing::Test {
   std::vector<float> Read(Sequence& sequence, std::span<const int32_t> tokens) {
     std::vector<float> out;
     const BatchItem item{&sequence, tokens, BatchItem::Logits::kLast};
-    decoder.Step({&item, 1}, [&](int32_t, int32_t, const float* logits) { out.assign(logits, logits + 101); });
+    decoder.Step({&item, 1}, [&](int32_t, int32_t, const LogitsRow& logits) {
+      out.assign(logits.All().begin(), logits.All().end());
+    });
     return out;
   }
 
@@ -59,7 +62,7 @@ class Cache : public testing::Test {
   const KvIdentity identity = {{"model", "a"}, {"attention", "b"}};
   FakeModel model;
   ThreadPool threads;
-  Weights weights;
+  std::unique_ptr<ModelBackend> backend;
   KvCache cache;
   Decoder decoder;
 };
@@ -119,13 +122,14 @@ TEST_F(Cache, TextsThatPartAtTheEndOfAPageKeepTheirOwnRepresentatives) {
   settings.base.policy = Policy::kInfllm2_64;
   settings.base.block_size = settings.base.init_tokens = settings.base.local_tokens = 64;
   settings.base.top_k = 1;
-  KvCache pooled(PageLayout(model.config(), settings, PHSA_F32), 32);
-  Decoder reader(model.config(), weights, settings, PHSA_F32, 1024, threads);
+  KvCache pooled = TestCache(*backend, PageLayout(model.config(), settings, PHSA_F32), 32);
+  Decoder reader(model.config(), *backend, settings, threads);
   const auto read = [&](Sequence& sequence, std::span<const int32_t> tokens) {
     std::vector<float> out;
     const BatchItem item{&sequence, tokens, BatchItem::Logits::kAll};
-    reader.Step({&item, 1},
-                [&](int32_t, int32_t, const float* logits) { out.insert(out.end(), logits, logits + 101); });
+    reader.Step({&item, 1}, [&](int32_t, int32_t, const LogitsRow& logits) {
+      out.insert(out.end(), logits.All().begin(), logits.All().end());
+    });
     return out;
   };
   for (const size_t shared : {128, 133, 143, 144, 256}) {
@@ -229,7 +233,7 @@ TEST_F(Cache, AFileOfSomethingElseIsRefusedNamingWhat) {
         RestoreSequence(two, {{"model", "a"}, {"attention", "c"}}, text, file);
       },
       {"another attention", "\"b\"", "\"c\""});
-  KvCache half(PageLayout(model.config(), Sparse(), PHSA_BF16), 8);
+  KvCache half = TestCache(*backend, PageLayout(model.config(), Sparse(), PHSA_BF16), 8);
   Sequence three(half);
   ExpectRefusal([&] { RestoreSequence(three, identity, text, file); }, {"another layout", "f32", "bf16"});
   EXPECT_THROW(RestoreSequence(two, identity, text, folder / "none"), Error);
@@ -275,10 +279,13 @@ TEST_F(Cache, KeysThatAreNotNumbersDoNoHarm) {
   Sequence one(cache);
   Read(one, text);
   for (const int32_t page : one.pages()) {
-    float* const values = reinterpret_cast<float*>(cache.PageBytes(page).data() + kPageTokens);
-    for (size_t i = 0; i < (cache.layout().page_bytes - kPageTokens) / sizeof(float); i += 3) {
+    std::vector<float> values((cache.layout().page_bytes - kPageTokens) / sizeof(float));
+    const std::span bytes(reinterpret_cast<uint8_t*>(values.data()), values.size() * sizeof(float));
+    cache.memory().Read(page, kPageTokens, bytes);
+    for (size_t i = 0; i < values.size(); i += 3) {
       values[i] = i % 2 == 0 ? std::numeric_limits<float>::quiet_NaN() : std::numeric_limits<float>::infinity();
     }
+    cache.memory().Write(page, kPageTokens, bytes);
   }
   EXPECT_EQ(Read(one, Tokens(100, 2)).size(), 101u);
   for (int i = 0; i < 20; ++i) Read(one, Tokens(1, 3));

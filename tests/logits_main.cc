@@ -8,6 +8,7 @@
 #include "io/model_source.h"
 #include "model/decoder.h"
 #include "phsa/error.h"
+#include "test_backend.h"
 
 int main(int argc, char** argv) {
   using namespace phsa;
@@ -23,19 +24,20 @@ int main(int argc, char** argv) {
     const int32_t kv_type = KvTypeFromName(argv[3]);
     const int32_t chunk = std::stoi(argv[4]);
     ThreadPool threads(std::stoi(argv[5]));
-    const Weights weights = LoadWeights(*source, WeightsModeFromName(argv[2]), threads, [](double) { return true; });
+    const auto backend = TestBackend(*source, WeightsModeFromName(argv[2]), kv_type, chunk, threads);
     LayerSettings settings;
     settings.base.policy = Policy::kDense;
-    KvCache cache(PageLayout(config, settings, kv_type), static_cast<int32_t>(ids.size()) / kPageTokens + 1);
-    Decoder decoder(config, weights, settings, kv_type, chunk, threads);
+    KvCache cache =
+        TestCache(*backend, PageLayout(config, settings, kv_type), static_cast<int32_t>(ids.size()) / kPageTokens + 1);
+    Decoder decoder(config, *backend, settings, threads);
     Sequence sequence(cache);
     for (size_t first = 0; first < ids.size(); first += static_cast<size_t>(chunk)) {
       const BatchItem item{
           &sequence,
           std::span<const int32_t>(ids).subspan(first, std::min(ids.size() - first, static_cast<size_t>(chunk))),
           BatchItem::Logits::kAll};
-      decoder.Step({&item, 1}, [&](int32_t, int32_t, const float* logits) {
-        std::fwrite(logits, sizeof(float), static_cast<size_t>(config.vocab_size), stdout);
+      decoder.Step({&item, 1}, [&](int32_t, int32_t, const LogitsRow& logits) {
+        std::fwrite(logits.All().data(), sizeof(float), logits.All().size(), stdout);
       });
     }
   } catch (const Error& error) {

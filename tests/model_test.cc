@@ -9,6 +9,7 @@
 #include "model/rope.h"
 #include "model/weights.h"
 #include "refusal.h"
+#include "test_backend.h"
 
 namespace phsa {
 namespace {
@@ -24,9 +25,9 @@ struct Runner {
   explicit Runner(const FakeModel& model, WeightsMode mode = WeightsMode::kF32, int32_t kv_type = PHSA_F32,
                   int32_t num_threads = 1, int32_t pages = 8, LayerSettings settings = Dense())
       : threads(num_threads),
-        weights(LoadWeights(model, mode, threads, [](double) { return true; })),
-        cache(PageLayout(model.config(), settings, kv_type), pages),
-        decoder(model.config(), weights, settings, kv_type, 256, threads),
+        backend(TestBackend(model, mode, kv_type, 256, threads)),
+        cache(TestCache(*backend, PageLayout(model.config(), settings, kv_type), pages)),
+        decoder(model.config(), *backend, settings, threads),
         vocab(static_cast<size_t>(model.config().vocab_size)) {}
 
   // Logits of all tokens, read in chunks.
@@ -35,14 +36,15 @@ struct Runner {
     for (size_t first = 0; first < tokens.size(); first += chunk) {
       const BatchItem item{&sequence, tokens.subspan(first, std::min(chunk, tokens.size() - first)),
                            BatchItem::Logits::kAll};
-      decoder.Step({&item, 1},
-                   [&](int32_t, int32_t, const float* logits) { out.insert(out.end(), logits, logits + vocab); });
+      decoder.Step({&item, 1}, [&](int32_t, int32_t, const LogitsRow& logits) {
+        out.insert(out.end(), logits.All().begin(), logits.All().end());
+      });
     }
     return out;
   }
 
   ThreadPool threads;
-  Weights weights;
+  std::unique_ptr<ModelBackend> backend;
   KvCache cache;
   Decoder decoder;
   size_t vocab;
@@ -82,10 +84,10 @@ TEST(Decoder, ABatchGivesWhatEachSequenceGivesAlone) {
   std::vector<float> batch_a, batch_b;
   const BatchItem items[] = {{&a, std::span(first).subspan(100), BatchItem::Logits::kAll},
                              {&b, std::span(second).subspan(8), BatchItem::Logits::kLast}};
-  runner.decoder.Step(items, [&](int32_t item, int32_t row, const float* logits) {
+  runner.decoder.Step(items, [&](int32_t item, int32_t row, const LogitsRow& logits) {
     auto& out = item == 0 ? batch_a : batch_b;
     EXPECT_EQ(static_cast<size_t>(row) * runner.vocab, item == 0 ? out.size() : 0u);
-    out.insert(out.end(), logits, logits + runner.vocab);
+    out.insert(out.end(), logits.All().begin(), logits.All().end());
   });
   EXPECT_TRUE(SameBits(batch_a, {alone_a.begin() + static_cast<int64_t>(100 * runner.vocab), alone_a.end()}));
   EXPECT_TRUE(SameBits(batch_b, {alone_b.begin() + static_cast<int64_t>(8 * runner.vocab), alone_b.end()}));
@@ -135,10 +137,11 @@ TEST(Decoder, ATextBeyondTheCacheIsRefusedAndChangesNothing) {
 
 TEST(KvCache, PagesComeBack) {
   const FakeModel model;
-  KvCache cache(PageLayout(model.config(), Dense(), PHSA_BF16), 3);
+  PageLayout layout(model.config(), Dense(), PHSA_BF16);
+  KvCache cache(layout, 3, MakeHostPages(layout.page_bytes, 3));
   {
     Sequence sequence(cache);
-    sequence.Append(Tokens(kPageTokens + 1), {});
+    sequence.Append(Tokens(kPageTokens + 1));
     EXPECT_EQ(cache.free_pages(), 1);
     sequence.Truncate(kPageTokens);
     EXPECT_EQ(cache.free_pages(), 2);

@@ -726,7 +726,7 @@ TEST(NiahRun, ReferencesAreFoundWhateverTheirCase) {
   EXPECT_FALSE(NiahFound("", "x"));
 }
 
-std::unique_ptr<Engine> SmallEngine() {
+std::unique_ptr<Engine> SmallEngine(int32_t chunk = 512, int32_t cache_texts = 1) {
   auto model = std::make_unique<FakeModel>();
   model->config_for_test().vocab_size = 300;
   model->Add("model.embed_tokens.weight", {300, model->config().hidden});
@@ -734,6 +734,8 @@ std::unique_ptr<Engine> SmallEngine() {
   options.weights = WeightsMode::kF32;
   options.threads = 1;
   options.context = 1024;
+  options.chunk = chunk;
+  options.cache_texts = cache_texts;
   auto engine = std::make_unique<Engine>(std::move(model), SmallTokenizer(), options);
   engine->Load([](double) { return true; });
   return engine;
@@ -751,8 +753,8 @@ NiahPlan SmallPlan(NiahScoring scoring) {
 }
 
 // Runs until `most` answers are there.
-bool RunSome(Engine& engine, const NiahPlan& plan, NiahRecords& records, size_t most = 1000000) {
-  const NiahPrompts prompts = Prompts();
+bool RunSome(Engine& engine, const NiahPlan& plan, NiahRecords& records, size_t most = 1000000,
+             const NiahPrompts& prompts = Prompts()) {
   size_t count = 0;
   NiahCallbacks callbacks;
   double share = 0;
@@ -802,6 +804,52 @@ TEST(NiahRun, ShardsMakeTheWhole) {
   ExpectSame(whole, parts);
 }
 
+// Whether the samples have no more than a question in common, or, begun alike as RULER begins them, most of their text.
+TEST(NiahRun, SamplesReadTogetherGiveWhatTheyGiveAlone) {
+  for (const bool random_start : {true, false}) {
+    NiahPromptOptions options;
+    options.random_start = random_start;
+    const NiahPrompts prompts = Prompts(options);
+    for (const NiahScoring scoring : {NiahScoring::kReferences, NiahScoring::kForced}) {
+      NiahPlan plan = SmallPlan(scoring);
+      plan.tasks = {NiahTask::kSingle1, NiahTask::kSingle2};
+      plan.samples = 5;
+      plan.configurations = {{1000, Attention(Policy::kPhsa, 2, 0.9f)},
+                             {1000, Attention(Policy::kDense, 1)},
+                             {600, Attention(Policy::kInfllm2, 1)}};
+      NiahRecords alone, together;
+      ASSERT_TRUE(RunSome(*SmallEngine(), plan, alone, 1000000, prompts));
+      ASSERT_EQ(alone.all().size(), 30u);
+      const std::unique_ptr<Engine> engine = SmallEngine(4096, 3);
+      // It stops before the second batch, and goes on as if it had not.
+      ASSERT_FALSE(RunSome(*engine, plan, together, 1, prompts));
+      EXPECT_EQ(together.all().size(), 4u);  // of the shorter samples, as many as the cache holds
+      ASSERT_TRUE(RunSome(*engine, plan, together, 1000000, prompts));
+      ExpectSame(alone, together);
+    }
+  }
+}
+
+TEST(NiahRun, SamplesAreReadInOneStepWhereTheyFit) {
+  const std::unique_ptr<Engine> engine = SmallEngine(4096, 4);
+  NiahPlan plan = SmallPlan(NiahScoring::kForced);
+  plan.tasks = {NiahTask::kSingle2};
+  plan.configurations = {{1000, Attention(Policy::kDense, 1)}};
+  plan.samples = 5;
+  for (const int32_t batch : {0, 2}) {
+    plan.batch = batch;
+    engine->SetAttention(plan.configurations.front().attention);
+    std::vector<size_t> steps;  // their texts
+    engine->decoder().Observe([&](const LayerAttention& attention) {
+      if (attention.layer == 0) steps.push_back(attention.q_lens.size());
+    });
+    NiahRecords records;
+    ASSERT_TRUE(RunSome(*engine, plan, records));
+    EXPECT_EQ(steps, batch == 0 ? (std::vector<size_t>{4, 1}) : (std::vector<size_t>{2, 2, 1}));
+    engine->decoder().Observe({});
+  }
+}
+
 TEST(NiahRun, DenseReadsAllAndSparseLess) {
   const std::unique_ptr<Engine> engine = SmallEngine();
   NiahRecords records;
@@ -832,10 +880,10 @@ TEST(NiahRun, StrictAnswersAreTheLikeliestTokens) {
     Session session(*engine);
     session.Prefill(
         tokens, {},
-        [&](int32_t, int32_t row, const float* logits) {
+        [&](int32_t, int32_t row, const LogitsRow& logits) {
           if (row + 1 < static_cast<int32_t>(sample.tokens.size())) return;
-          const int32_t known = TheTokenizer().vocab_size();
-          likeliest.push_back(static_cast<int32_t>(std::max_element(logits, logits + known) - logits));
+          const std::span<const float> known = logits.All().first(static_cast<size_t>(TheTokenizer().vocab_size()));
+          likeliest.push_back(static_cast<int32_t>(std::max_element(known.begin(), known.end()) - known.begin()));
         },
         BatchItem::Logits::kAll);
     EXPECT_EQ(likeliest.size(), sample.answer.size());

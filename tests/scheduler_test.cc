@@ -391,7 +391,7 @@ TEST(Scheduler, AStepThatFailsLosesNothing) {
   {
     // Somebody takes the pages that were counted on.
     Sequence intruder(engine->cache());
-    intruder.Append(Tokens(256), {});
+    intruder.Append(Tokens(256));
     int refused = 0;
     for (int i = 0; i < 60; ++i) {
       try {
@@ -412,7 +412,7 @@ TEST(Scheduler, AStepThatFailsLosesNothing) {
 TEST(Scheduler, ACacheThatOthersFilledIsAnErrorAndNoEndlessWait) {
   const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(512, 64));
   Sequence intruder(engine->cache());
-  intruder.Append(Tokens(256), {});
+  intruder.Append(Tokens(256));
   Scheduler scheduler(*engine, 2);
   const int64_t id = scheduler.Add(MakeRequest(Tokens(300), Greedy(10)));
   EXPECT_FALSE(scheduler.Step());
@@ -546,7 +546,7 @@ TEST(Scheduler, PagesThatAreReservedAreLeftFree) {
   EXPECT_EQ(scheduler.waiting(), 1);
   while (!scheduler.Take(first)) scheduler.Step();
   Sequence other(engine->cache());
-  other.Append(Tokens(512), {});
+  other.Append(Tokens(512));
   other.Truncate(0);
   scheduler.Reserve(0);
   while (scheduler.Step()) {

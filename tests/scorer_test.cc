@@ -18,7 +18,8 @@ Score PlainScore(Engine& engine, const ScoreRequest& request) {
   const int32_t vocab = engine.config().vocab_size;
   Score score;
   Session session(engine);
-  const LogitsSink sink = [&](int32_t, int32_t row, const float* logits) {
+  const LogitsSink sink = [&](int32_t, int32_t row, const LogitsRow& row_logits) {
+    const float* const logits = row_logits.All().data();
     const size_t next = static_cast<size_t>(row) + 1;
     if (next < request.context.size()) return;
     const double log_probability = static_cast<double>(logits[text[next]]) - LogSumExp(logits, vocab);

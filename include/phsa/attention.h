@@ -68,6 +68,8 @@ class PHSA_API Plan {
   void Backward(const BackwardParams& params) const;
   void TokensRead(const int32_t* selection, int64_t* read, int64_t* dense) const;
 
+  const PlanImpl& impl() const { return *impl_; }  // for phsa itself
+
  private:
   std::unique_ptr<const PlanImpl> impl_;
 };

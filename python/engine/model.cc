@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/memory.h"
 #include "engine/session.h"
 #include "io/model_store.h"
 
@@ -294,8 +295,8 @@ std::unique_ptr<float[]> Model::Logits(std::span<const int32_t> ids) {
   Session session(*engine_);
   GenerateCallbacks callbacks;
   callbacks.stop = [&] { return turn.Interrupted(); };
-  const auto keep = [&](int32_t, int32_t row, const float* values) {
-    std::copy_n(values, vocab, logits.get() + static_cast<size_t>(row) * vocab);
+  const auto keep = [&](int32_t, int32_t row, const LogitsRow& values) {
+    std::ranges::copy(values.All(), logits.get() + static_cast<size_t>(row) * vocab);
   };
   (void)session.Prefill(ids, callbacks, keep, BatchItem::Logits::kAll);  // what stops it, Return() throws
   turn.Return();

@@ -50,6 +50,8 @@ class Model {
   const ModelConfig& config() const { return engine_->config(); }
   const Tokenizer& tokenizer() const { return engine_->tokenizer(); }
   const std::optional<ChatTemplate>& chat_template() const { return chat_template_; }
+  std::string device_name() const { return engine_->device_name(); }
+  const std::string& device_note() const { return engine_->device().note; }
   // As they are now: another thread may change the attention.
   MemoryPlan plan() const;
   LayerSettings attention() const;

@@ -58,6 +58,7 @@ const char* ReasonName(StopReason reason) {
 std::string WithArgumentNames(std::string message) {
   constexpr std::pair<const char*, const char*> kNames[] = {
       {"-c", "context"},
+      {"--device", "device"},
       {"--kv-type", "kv_type"},
       {"--weights", "weights"},
       {"--chat-template", "chat_template"},
@@ -169,9 +170,11 @@ void BindEngine(nb::module_& m) {
       .def(
           "__init__",
           [](Model* self, const std::string& model, const AttentionChoice& attention, const std::string& adapter,
-             int32_t context, int32_t cache_tokens, int32_t threads, const std::string& weights,
-             const std::string& kv_type, int32_t chunk, const std::string& chat_template, const nb::object& progress) {
+             const std::string& device, int32_t context, int32_t cache_tokens, int32_t threads,
+             const std::string& weights, const std::string& kv_type, int32_t chunk, const std::string& chat_template,
+             const nb::object& progress) {
             EngineOptions options;
+            options.device = device;
             options.weights = WeightsModeFromName(weights);
             if (kv_type != "auto") options.kv_dtype = KvTypeFromName(kv_type);
             options.context = context;
@@ -180,9 +183,11 @@ void BindEngine(nb::module_& m) {
             options.chunk = chunk;
             new (self) Model(model, adapter, attention, options, chat_template, ToProgress(progress));
           },
-          "model"_a, "attention"_a, nb::kw_only(), "adapter"_a, "context"_a, "cache_tokens"_a, "threads"_a, "weights"_a,
-          "kv_type"_a, "chunk"_a, "chat_template"_a, "progress"_a.none())
+          "model"_a, "attention"_a, nb::kw_only(), "adapter"_a, "device"_a, "context"_a, "cache_tokens"_a, "threads"_a,
+          "weights"_a, "kv_type"_a, "chunk"_a, "chat_template"_a, "progress"_a.none())
       .def_prop_ro("name", [](const Model& model) { return model.config().name; })
+      .def_prop_ro("device", [](const Model& model) { return model.device_name(); })
+      .def_prop_ro("device_note", [](const Model& model) { return WithArgumentNames(model.device_note()); })
       .def_prop_ro("context", [](const Model& model) { return model.plan().context; })
       .def_prop_ro("cache_tokens", [](const Model& model) { return model.plan().cache_tokens; })
       .def_prop_ro("model_context", [](const Model& model) { return model.config().context; })

@@ -74,6 +74,7 @@ class Engine:
         attention: AttentionChoice,
         *,
         adapter: str,
+        device: str,
         context: int,
         cache_tokens: int,
         threads: int,
@@ -85,6 +86,10 @@ class Engine:
     ) -> None: ...
     @property
     def name(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def device_note(self) -> str: ...
     @property
     def context(self) -> int: ...
     @property

@@ -1,4 +1,4 @@
-"""A language model on the CPU, with dense or sparse attention: ``phsa.LLM``. docs/python.md explains it."""
+"""A language model on the CPU or a GPU, with dense or sparse attention: ``phsa.LLM``. docs/python.md explains it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numbers
 import operator
 import os
 import sys
+import warnings
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,10 +113,15 @@ class LLM:
     ``adapter`` is the folder of a LoRA adapter in PEFT's form (docs/adapters.md); the settings that it carries count as
     the model's own.
 
+    ``device`` is where it runs: ``cpu``, ``cuda`` or ``cuda:1`` (the CPU, with a warning, where there is no GPU), or
+    ``auto``, a GPU that can run it so and else the CPU (docs/devices.md). None: the environment's ``PHSA_DEVICE``, else
+    ``auto``.
+
     ``context`` is the longest text in tokens (0: the model's, or as much of it as fits into memory) and
     ``cache_tokens`` what is kept of all texts together (0: one longest text). ``weights`` and ``kv_type`` say how
-    precisely (docs/engine.md), ``chunk`` how many tokens of a prompt are read in one step, ``chat_template`` which
-    template to use where the model's own is not known. ``progress`` shows long work on standard error.
+    precisely (docs/engine.md), ``chunk`` how many tokens of a prompt are read in one step (0: what suits the device),
+    ``chat_template`` which template to use where the model's own is not known. ``progress`` shows long work on standard
+    error.
     """
 
     def __init__(
@@ -132,12 +138,13 @@ class LLM:
         block: int | None = None,
         group_reduce: str | None = None,
         settings: AttentionSettings | None = None,
+        device: str | None = None,
         context: int = 0,
         cache_tokens: int = 0,
         threads: int = 0,
         weights: str = "auto",
         kv_type: str = "auto",
-        chunk: int = 512,
+        chunk: int = 0,
         chat_template: str | None = None,
         progress: bool = False,
     ) -> None:
@@ -149,6 +156,7 @@ class LLM:
                 _text("model", os.fspath(model)),
                 choice,
                 adapter="" if adapter is None else _text("adapter", os.fspath(adapter)),
+                device=_text("device", os.environ.get("PHSA_DEVICE", "auto") if device is None else device),
                 context=_whole("context", context),
                 cache_tokens=_whole("cache_tokens", cache_tokens),
                 threads=_whole("threads", threads),
@@ -160,11 +168,18 @@ class LLM:
             )
         finally:
             self._clear_progress()
+        if self._engine.device_note:
+            warnings.warn(self._engine.device_note, stacklevel=2)
 
     @property
     def name(self) -> str:
         """The model's own name."""
         return self._engine.name
+
+    @property
+    def device(self) -> str:
+        """Where it runs: ``cpu``, or what the GPU calls itself."""
+        return self._engine.device
 
     @property
     def context(self) -> int:

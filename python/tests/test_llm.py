@@ -315,6 +315,21 @@ def test_the_target_counts_for_the_engine_too(folder: Path) -> None:
 # --- what is wrong ---
 
 
+def test_the_device_is_asked_for_by_argument_or_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert phsa.LLM(folder, device="cpu").device == "cpu"
+    with pytest.raises(ValueError, match=r"device is .*auto, cpu, cuda"):
+        phsa.LLM(folder, device="gpu")
+    monkeypatch.setenv("PHSA_DEVICE", "tpu")
+    with pytest.raises(ValueError, match="tpu"):
+        phsa.LLM(folder)
+    assert phsa.LLM(folder, device="cpu").device == "cpu"
+    if json.loads(run_phsa("info", "--json"))["cuda"] == "available":
+        return
+    with pytest.warns(UserWarning, match="runs on the CPU"):
+        llm = phsa.LLM(folder, device="cuda:0")
+    assert llm.device == "cpu" and llm.generate("hello", max_tokens=2, **GREEDY).tokens.size == 2
+
+
 def test_properties(llm: phsa.LLM, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert (llm.context, llm.model_context, llm.cache_tokens) == (512, 512, 512)
@@ -397,7 +412,7 @@ def test_bad_models_are_told(folder: Path, tmp_path: Path) -> None:
     refused("absent.gguf", model=tmp_path / "absent.gguf")
     refused("context", "100000", "512", context=100000)
     refused("context", "-1", context=-1)
-    refused("chunk", "0", chunk=0)
+    refused("chunk", "-1", chunk=-1)
     refused("threads", threads=100000)
     refused("f64", "int8", weights="f64")
     refused("f64", "bf16", kv_type="f64")

@@ -199,6 +199,7 @@ class FakeLLM:
     bos_id = 2
     add_bos = False
     name = "org/fake"
+    device = "cpu"
     chat_template = "chatml"
     attention: Mapping[str, Any] = {"policy": "dense"}
 
@@ -383,7 +384,11 @@ def test_model_args_reach_the_engine() -> None:
     model = lm_eval.api.registry.get_model("phsa").create_from_arg_obj(
         {"path": "p", "attention": "phsa", "top_k": 2, "lam": 0.9}, {"batch_size": 1, "device": "cuda:0"}
     )
-    assert (model.llm.model, model.llm.keywords) == ("p", {"attention": "phsa", "top_k": 2, "lam": 0.9})
+    # cuda:0 is what the harness passes where nobody says anything.
+    keywords = {"attention": "phsa", "top_k": 2, "lam": 0.9, "device": "auto"}
+    assert (model.llm.model, model.llm.keywords) == ("p", keywords)
+    devices = ((None, None), ("cpu", "cpu"), ("cuda:1", "cuda:1"), ("cuda", "auto"), ("mps", None))
+    assert all(PhsaLM("p", device=asked).llm.keywords == {"device": got} for asked, got in devices)
     assert model.max_batch == 8 and PhsaLM("p", batch_size=3).max_batch == 3 and PhsaLM("p", max_batch=1).max_batch == 1
     assert model.get_model_info()["phsa_attention"] == {"policy": "dense"}
     with pytest.raises(ValueError, match="path=…"):

@@ -10,10 +10,14 @@
 namespace phsa::cli {
 namespace {
 
+constexpr int32_t kMaxCacheTokens = 1 << 30;
+constexpr int32_t kMaxBatch = 512;  // a step has as many rows, unless --chunk says otherwise
+
 struct BenchFlags {
   ModelFlags model;
   AttentionFlags attention;
   std::vector<std::string> prompts = {"512"}, generates = {"32"}, depths = {"0"};
+  std::vector<int32_t> batches = {1};
   int32_t repeats = 3;
   bool json = false, profile = false;
 };
@@ -35,7 +39,7 @@ void Print(const BenchFlags& flags, Engine& engine, const SpeedRow& row) {
     line.update({{"weights", engine.plan().weight_types},
                  {"kv_type", engine.plan().kv_type},
                  {"threads", engine.threads().num_threads()},
-                 {"device", "cpu"}});
+                 {"device", engine.device_name()}});
     if (flags.profile) {
       line["share"] = {{"products", row.times.products / known},
                        {"selection", row.times.selection / known},
@@ -45,8 +49,9 @@ void Print(const BenchFlags& flags, Engine& engine, const SpeedRow& row) {
     WriteOut(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
     return;
   }
-  std::string cells = fmt::format("| {} | {} | {}{} | {} | {:.1f} | {:.1f} |", Name(settings.policy), settings.top_k,
-                                  Name(row.test), row.tokens, row.depth, row.best(), row.mean());
+  std::string cells =
+      fmt::format("| {} | {} | {}{} | {} | {} | {:.1f} | {:.1f} |", Name(settings.policy), settings.top_k,
+                  Name(row.test), row.tokens, row.depth, row.batch, row.best(), row.mean());
   if (flags.profile) {
     for (const double seconds : {row.times.products, row.times.selection, row.times.attention, row.times.other}) {
       cells += fmt::format(" {:.0f} % |", 100 * seconds / known);
@@ -59,10 +64,20 @@ void RunBench(const BenchFlags& flags) {
   const std::vector<int32_t> prompts = Lengths(flags.prompts, "bench: -p"),
                              generates = Lengths(flags.generates, "bench: -n"),
                              depths = Lengths(flags.depths, "bench: -d");
+  const int32_t largest_batch = *std::max_element(flags.batches.begin(), flags.batches.end());
   int32_t context = 0;
+  int64_t cache_tokens = 0;
   for (const int32_t depth : depths) {
     for (const int32_t tokens : prompts) context = std::max(context, depth + tokens);
-    for (const int32_t tokens : generates) context = std::max(context, depth + tokens);
+    for (const int32_t tokens : generates) {
+      context = std::max(context, depth + tokens);
+      const auto pages = static_cast<int64_t>(PagesFor(static_cast<size_t>(depth) + static_cast<size_t>(tokens)));
+      cache_tokens = std::max(cache_tokens, pages * kPageTokens * largest_batch);
+    }
+  }
+  if (flags.model.chunk > 0 && largest_batch > flags.model.chunk) {
+    ThrowInvalid("bench: --batch has {}, and a step --chunk {} tokens; give fewer, or a larger --chunk", largest_batch,
+                 flags.model.chunk);
   }
   if (context == 0) ThrowInvalid("bench: nothing to measure; give -p, -n or both");
   std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
@@ -72,16 +87,23 @@ void RunBench(const BenchFlags& flags) {
   }
   ModelFlags model = flags.model;
   model.context = std::max(model.context, context);
+  if (cache_tokens > kMaxCacheTokens) {
+    ThrowInvalid("bench: --batch {} needs {} tokens of KV cache; allowed: {}", largest_batch, cache_tokens,
+                 kMaxCacheTokens);
+  }
+  model.cache_tokens = std::max(model.context, static_cast<int32_t>(cache_tokens));
   const std::vector<LayerSettings> policies = AttentionSettings(flags.attention, source->config(), context);
   Tokenizer tokenizer = LoadTokenizer(*source);
   const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, policies.front());
   LoadEngine(*engine);
   if (!flags.json) {
-    WriteOut(fmt::format("{}, {} weights, {} cache, {} threads; tokens/s\n\n", engine->config().name,
-                         engine->plan().weight_types, engine->plan().kv_type, engine->threads().num_threads()));
-    WriteOut(fmt::format("| attention | K | test | depth | best of {} | mean |{}\n|---|---|---|---|---|---|{}\n",
-                         flags.repeats, flags.profile ? " products | selection | attention | other |" : "",
-                         flags.profile ? "---|---|---|---|" : ""));
+    WriteOut(fmt::format("{}, {}, {} weights, {} cache, {} threads; tokens/s\n\n", engine->config().name,
+                         engine->device_name(), engine->plan().weight_types, engine->plan().kv_type,
+                         engine->threads().num_threads()));
+    WriteOut(
+        fmt::format("| attention | K | test | depth | batch | best of {} | mean |{}\n|---|---|---|---|---|---|---|{}\n",
+                    flags.repeats, flags.profile ? " products | selection | attention | other |" : "",
+                    flags.profile ? "---|---|---|---|" : ""));
   }
   for (const LayerSettings& attention : policies) {
     engine->SetAttention(attention);
@@ -97,10 +119,12 @@ void RunBench(const BenchFlags& flags) {
         Print(flags, *engine, rows.front());
       }
       for (const int32_t tokens : generates) {
-        if (tokens == 0) continue;
-        const SpeedRow row = meter.Write(depth, tokens, flags.repeats);
-        ThrowIfInterrupted();
-        Print(flags, *engine, row);
+        for (const int32_t batch : flags.batches) {
+          if (tokens == 0) continue;
+          const SpeedRow row = meter.Write(depth, tokens, flags.repeats, batch);
+          ThrowIfInterrupted();
+          Print(flags, *engine, row);
+        }
       }
     }
   }
@@ -115,6 +139,9 @@ void AddBenchCommand(CLI::App& app) {
   command->add_option("-p,--n-prompt", flags->prompts, "tokens to read: 512,8k; 0: none")->delimiter(',');
   command->add_option("-n,--n-gen", flags->generates, "tokens to write: 32; 0: none")->delimiter(',');
   command->add_option("-d,--n-depth", flags->depths, "tokens that are in the cache before: 0,8000")->delimiter(',');
+  command->add_option("-b,--batch", flags->batches, "texts that are written at once: 1,16; reading is one text's")
+      ->delimiter(',')
+      ->check(CLI::Range(1, kMaxBatch));
   command->add_option("-r,--repetitions", flags->repeats, "how often each is measured")->check(CLI::Range(1, 1000));
   command->add_flag("--json", flags->json, "JSON lines instead of a markdown table");
   command->add_flag("--profile", flags->profile,

@@ -1,13 +1,16 @@
-// `phsa info`: what a model's files say of it. Reads the headers, not the weights.
+// `phsa info`: what a model's files say of it (reads the headers, not the weights), and on what models can run here.
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 
 #include "base/errors.h"
+#include "base/memory.h"
 #include "cli/commands.h"
 #include "cli/options.h"
 #include "cli/terminal.h"
+#include "eval/speed.h"
 #include "io/model_source.h"
+#include "model/cuda/cuda_backend.h"
 
 namespace phsa::cli {
 namespace {
@@ -203,18 +206,49 @@ void PrintJson(const ModelSource& source, const InfoFlags& flags) {
   WriteOut(out.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n");
 }
 
+// The devices that --device takes.
+void PrintDevices(bool json) {
+  const std::string cpu = CpuName(), unavailable = cuda::Unavailable();
+  const uint64_t memory = AvailableMemory();
+  const std::vector<cuda::Device> gpus = cuda::Devices();
+  if (json) {
+    Json out;
+    out["version"] = PHSA_VERSION;
+    out["devices"] = Json::array({{{"device", "cpu"}, {"name", cpu}, {"available_bytes", memory}}});
+    for (size_t i = 0; i < gpus.size(); ++i) {
+      out["devices"].push_back(
+          {{"device", fmt::format("cuda:{}", i)}, {"name", gpus[i].name}, {"bytes", gpus[i].memory_bytes}});
+    }
+    out["cuda"] = unavailable.empty() ? Json("available") : Json(unavailable);
+    WriteOut(out.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n");
+    return;
+  }
+  std::string out = fmt::format("phsa {}\n{:<8} {}, {} available\n", PHSA_VERSION, "cpu", cpu, BytesInWords(memory));
+  for (size_t i = 0; i < gpus.size(); ++i) {
+    out += fmt::format("{:<8} {}, {}\n", fmt::format("cuda:{}", i), gpus[i].name, BytesInWords(gpus[i].memory_bytes));
+  }
+  if (!unavailable.empty()) out += fmt::format("{:<8} not available: {}\n", "cuda", unavailable);
+  WriteOut(out);
+}
+
 }  // namespace
 
 void AddInfoCommand(CLI::App& app) {
   const auto flags = std::make_shared<InfoFlags>();
-  CLI::App* command = app.add_subcommand("info", "what a model's files say of it");
-  command->add_option("MODEL", flags->model, "a .gguf file, a Hugging Face folder, or a name that `phsa models` lists")
-      ->required();
+  CLI::App* command = app.add_subcommand("info", "what a model's files say of it; without a model, the devices here");
+  command->add_option("MODEL", flags->model,
+                      "a .gguf file, a Hugging Face folder, or a name that `phsa models` lists; none: the devices");
   AddAdapterFlag(*command, flags->adapter);
   command->add_flag("--tensors", flags->tensors, "list the tensors");
   command->add_flag("--metadata", flags->metadata, "list the metadata");
   command->add_flag("--json", flags->json, "one JSON object");
   command->callback([flags] {
+    if (flags->model.empty()) {
+      if (!flags->adapter.empty() || flags->tensors || flags->metadata) {
+        ThrowInvalid("info: --adapter, --tensors and --metadata are about a MODEL; give one");
+      }
+      return PrintDevices(flags->json);
+    }
     const std::unique_ptr<ModelSource> source = OpenModel(flags->model, flags->adapter);
     flags->json ? PrintJson(*source, *flags) : PrintText(*source, *flags);
   });

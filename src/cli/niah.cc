@@ -25,7 +25,7 @@ struct NiahFlags {
   std::vector<double> depths;
   std::string haystack, language = "en", haystack_start = "random", shard = "1/1", out, heatmap, chat_template,
                         export_file;
-  int32_t samples = 100;
+  int32_t samples = 100, batch = 0;
   std::optional<int32_t> show_sample;
   uint64_t seed = 1;
   bool strict = false, forced = false, chat = false, repeat = false, json = false;
@@ -187,6 +187,7 @@ void Run(const NiahFlags& flags) {
   NiahPlan plan;
   plan.tasks = Tasks(flags);
   plan.samples = flags.samples;
+  plan.batch = flags.batch;
   plan.scoring = Scoring(flags);
   ReadShard(flags.shard, plan);
   NiahPromptOptions options;
@@ -217,6 +218,7 @@ void Run(const NiahFlags& flags) {
   if (flags.chat) options.chat = ChooseChatTemplate(flags.chat_template, source->chat_template());
   ModelFlags model = flags.model;
   model.context = std::max(model.context, context);
+  model.cache_texts = plan.batch;
   Tokenizer tokenizer = LoadTokenizer(*source);
   const std::unique_ptr<Engine> engine =
       OpenEngine(std::move(source), std::move(tokenizer), model, plan.configurations.front().attention);
@@ -268,6 +270,8 @@ void AddNiahCommand(CLI::App& app) {
       ->delimiter(',');
   command->add_option("--lengths", flags->lengths, "tokens of a sample, prompt and answer: 4k,8k")->delimiter(',');
   command->add_option("--samples", flags->samples, "samples of each task and length")->check(CLI::Range(1, 1000000));
+  command->add_option("--batch", flags->batch, "samples that are read together; 0: as many as --chunk holds")
+      ->check(CLI::Range(0, 1024));
   command->add_option("--seed", flags->seed, "other seeds, other samples");
   command->add_option("--depths", flags->depths, "where the needle lies, in percent: 0,25,50,75,100; none: drawn")
       ->delimiter(',');

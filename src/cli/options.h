@@ -20,8 +20,8 @@ namespace phsa::cli {
 
 // Which model, where and how precisely it runs.
 struct ModelFlags {
-  std::string model, adapter, weights = "auto", kv_type = "auto";
-  int32_t context = 0, threads = 0, chunk = 512;
+  std::string model, adapter, device = "auto", weights = "auto", kv_type = "auto";
+  int32_t context = 0, threads = 0, chunk = 0;
   // For commands that hold several texts at once: as EngineOptions has them.
   int32_t cache_tokens = 0, cache_texts = 1;
   bool other_attention = false;

@@ -56,6 +56,7 @@ void PrintJson(const PerplexityFlags& flags, const Engine& engine, const Perplex
                {"sparsity", BudgetSparsity(attention, engine.config().num_layers, result.tokens)},
                {"weights", engine.plan().weight_types},
                {"kv_type", engine.plan().kv_type},
+               {"device", engine.device_name()},
                {"seconds", result.seconds}};
   if (recall != nullptr) {
     AddRecall(*recall, "recall", &RecallMeter::Part::all, &line);

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "ops/layers.h"
 
 namespace phsa {
 
@@ -38,40 +37,27 @@ Answer::Answer(const Engine& engine, const GenerateOptions& options, std::functi
       decoder_(engine.tokenizer()),
       stops_(options.stops) {}
 
-void Answer::Choose(const float* logits, std::span<const int32_t> read) {
+void Answer::Choose(const LogitsRow& logits, std::span<const int32_t> read) {
   // Models pad their vocabulary: ids that the tokenizer does not have cannot be text.
   const int32_t known = std::min(engine_.config().vocab_size, engine_.tokenizer().vocab_size());
-  next_ = sampler_.Next({logits, static_cast<size_t>(known)}, read);
+  next_ = sampler_.Next(logits, known, read);
   if (options_.log_probabilities) next_log_probability_ = LogProbability(logits, next_);
 }
 
-void Answer::ScorePrompt(const float* logits, int32_t next) {
+void Answer::ScorePrompt(const LogitsRow& logits, int32_t next) {
   result_.prompt_log_probabilities.push_back(LogProbability(logits, next));
 }
 
-TokenLogProbability Answer::LogProbability(const float* logits, int32_t token) const {
-  const double sum = LogSumExp(logits, engine_.config().vocab_size);
+TokenLogProbability Answer::LogProbability(const LogitsRow& logits, int32_t token) const {
+  const double sum = logits.LogSumExp();
   if (!std::isfinite(sum)) ThrowNoFiniteLogits();
-  const auto of = [&](int32_t id) { return static_cast<float>(static_cast<double>(logits[id]) - sum); };
+  const auto log_probability = [&](float logit) { return static_cast<float>(static_cast<double>(logit) - sum); };
   TokenLogProbability out;
-  out.value = of(token);
+  out.value = log_probability(logits[token]);
   // Ids that the tokenizer does not have have no text to be shown by.
   const int32_t known = std::min(engine_.config().vocab_size, engine_.tokenizer().vocab_size());
   const auto count = static_cast<size_t>(std::clamp(options_.log_probabilities.value_or(0), 0, known));
-  if (count == 0) return out;
-  const auto before = [&](int32_t a, int32_t b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; };
-  std::vector<int32_t> best;  // a heap with the worst of them in front
-  for (int32_t id = 0; id < known; ++id) {
-    if (best.size() == count && !before(id, best.front())) continue;
-    if (best.size() == count) {
-      std::pop_heap(best.begin(), best.end(), before);
-      best.pop_back();
-    }
-    best.push_back(id);
-    std::push_heap(best.begin(), best.end(), before);
-  }
-  std::sort_heap(best.begin(), best.end(), before);
-  for (const int32_t id : best) out.top.emplace_back(id, of(id));
+  for (const TokenLogit& one : logits.Top(count, known)) out.top.emplace_back(one.token, log_probability(one.logit));
   return out;
 }
 

@@ -55,10 +55,10 @@ class Answer {
   // `text`: called with the text as it comes; may be empty. Throws phsa::Error where the options are wrong.
   Answer(const Engine& engine, const GenerateOptions& options, std::function<void(std::string_view)> text);
 
-  // Chooses the next token. logits: [vocab], of the last token that was read; `read`: all of them, prompt and answer.
-  void Choose(const float* logits, std::span<const int32_t> read);
-  // What the model thought of the prompt's next token. logits: [vocab]
-  void ScorePrompt(const float* logits, int32_t next);
+  // Chooses the next token. logits: of the last token that was read; `read`: all of them, prompt and answer.
+  void Choose(const LogitsRow& logits, std::span<const int32_t> read);
+  // What the model thought of the prompt's next token.
+  void ScorePrompt(const LogitsRow& logits, int32_t next);
   // Takes the chosen token, with its text. True: the answer goes on, and result().tokens.back() is to be read next.
   // `length`: tokens that were read, prompt and answer.
   bool Take(int32_t length);
@@ -70,7 +70,7 @@ class Answer {
   // Why the answer ends before the chosen token, or with it; none: it goes on.
   std::optional<StopReason> TakeToken(int32_t length);
   void Finish(StopReason reason);
-  TokenLogProbability LogProbability(const float* logits, int32_t token) const;
+  TokenLogProbability LogProbability(const LogitsRow& logits, int32_t token) const;
 
   const Engine& engine_;
   GenerateOptions options_;

@@ -7,6 +7,8 @@
 #include "base/errors.h"
 #include "base/mapped_file.h"
 #include "io/sha256.h"
+#include "model/cpu/cpu_backend.h"
+#include "model/cuda/cuda_backend.h"
 
 namespace phsa {
 namespace {
@@ -14,10 +16,17 @@ namespace {
 // Far above any vocabulary's; a file beyond it is not a tokenizer.
 constexpr size_t kMaxTokenizerBytes = size_t{512} << 20;
 
-int32_t DefaultKvType(const EngineOptions& options) {
-  if (options.kv_dtype) return *options.kv_dtype;
-  if (options.weights == WeightsMode::kF32) return PHSA_F32;
-  return FastProducts().bf16 ? PHSA_BF16 : PHSA_F16;
+// Tokens of a prefill step, where nobody says. A GPU wants many rows to be busy.
+constexpr int32_t kCpuChunk = 512, kCudaChunk = 8192;
+
+BackendOptions OptionsOfBackend(const EngineOptions& options, const DeviceChoice& device) {
+  BackendOptions out;
+  out.weights = options.weights;
+  out.kv_dtype = options.kv_dtype.value_or(DefaultKvType(options.weights, device.device));
+  const int32_t chunk = device.device == PHSA_DEVICE_CPU ? kCpuChunk : kCudaChunk;
+  out.max_rows = options.chunk > 0 ? options.chunk : chunk;
+  out.device_index = device.index;
+  return out;
 }
 
 bool IsDense(const LayerSettings& attention) {
@@ -53,16 +62,20 @@ size_t RepresentativeRoom(const ModelConfig& config, const EngineOptions& option
   return room;
 }
 
-MemoryPlan MakePlan(const ModelSource& source, const EngineOptions& options, int32_t kv_dtype, int32_t num_threads) {
+MemoryPlan MakePlan(const ModelSource& source, const EngineOptions& options, const DeviceChoice& device,
+                    const BackendOptions& backend, int32_t num_threads) {
   const ModelConfig& config = source.config();
+  const int32_t kv_dtype = backend.kv_dtype;
   const PageLayout layout(config, options.attention, kv_dtype, RepresentativeRoom(config, options, kv_dtype));
-  const WeightsPlan weights = PlanWeights(source, options.weights);
+  const bool on_gpu = device.device == PHSA_DEVICE_CUDA;
+  const BackendSizes sizes = on_gpu ? cuda::Sizes(source, backend) : CpuBackendSizes(source, backend, num_threads);
   MemoryPlan plan;
-  plan.weights = weights.bytes;
-  plan.weight_types = weights.types;
+  if (on_gpu) plan.gpu = cuda::Devices()[static_cast<size_t>(device.index)].name;
+  plan.weights = sizes.weights;
+  plan.weight_types = sizes.weight_types;
   plan.kv_type = DtypeName(kv_dtype);
-  plan.workspace = Decoder::WorkspaceBytes(config, kv_dtype, options.chunk, weights.adapter, num_threads);
-  plan.available = AvailableMemory();
+  plan.workspace = sizes.workspace;
+  plan.available = sizes.available;
   plan.context = options.context;
   plan.cache_tokens = options.cache_tokens;
   if (plan.context == 0 && plan.cache_tokens > 0) plan.context = std::min(config.context, plan.cache_tokens);
@@ -76,7 +89,8 @@ MemoryPlan MakePlan(const ModelSource& source, const EngineOptions& options, int
     // One text whatever there is: CheckFits says the rest.
     const uint64_t fixed = plan.weights + plan.workspace;
     const uint64_t room = plan.available > fixed ? (plan.available - fixed) / layout.page_bytes * kPageTokens : 0;
-    const uint64_t wanted = static_cast<uint64_t>(plan.context) * static_cast<uint64_t>(options.cache_texts);
+    const int32_t texts = options.cache_texts > 0 ? options.cache_texts : std::max(1, backend.max_rows / plan.context);
+    const uint64_t wanted = static_cast<uint64_t>(plan.context) * static_cast<uint64_t>(texts);
     const uint64_t most = std::min<uint64_t>({wanted, room, INT32_MAX - kPageTokens});
     plan.cache_tokens = std::max(plan.context, static_cast<int32_t>(most));
   }
@@ -127,7 +141,8 @@ Tokenizer LoadTokenizer(const ModelSource& source) {
 Engine::Engine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const EngineOptions& options)
     : source_(std::move(source)),
       options_(options),
-      kv_dtype_(DefaultKvType(options)),
+      device_(ChooseDevice(options.device, *source_, {options.weights, options.kv_dtype, options.attention})),
+      backend_options_(OptionsOfBackend(options, device_)),
       tokenizer_(std::move(tokenizer)),
       threads_(options.threads) {
   const ModelConfig& model = source_->config();
@@ -138,8 +153,8 @@ Engine::Engine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const E
     ThrowInvalid("the cache is to hold {} tokens, and the context is {}; it must hold one text of that length",
                  options_.cache_tokens, options_.context);
   }
-  if (options_.chunk < 1 || options_.chunk > 65536) {
-    ThrowInvalid("--chunk is {}; allowed: 1 to 65536", options_.chunk);
+  if (options_.chunk < 0 || options_.chunk > 65536) {
+    ThrowInvalid("--chunk is {}; allowed: 1 to 65536, or 0 for what suits the device", options_.chunk);
   }
   if (tokenizer_.vocab_size() > model.vocab_size) {
     ThrowInvalid("{}: the tokenizer has {} tokens, the model only {}; they do not belong together", source_->path(),
@@ -147,7 +162,7 @@ Engine::Engine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const E
   }
   CheckAttention(options_.attention, model);
   punctuation_ = PunctuationFlags(options_.attention);
-  plan_ = MakePlan(*source_, options_, kv_dtype_, threads_.num_threads());
+  plan_ = MakePlan(*source_, options_, device_, backend_options_, threads_.num_threads());
   CheckFits(plan_);
 }
 
@@ -162,29 +177,44 @@ const char* Engine::TooLongAdvice() const {
   return plan_.context < config().context ? "ask for a larger context (-c)" : "give a shorter text";
 }
 
+void Engine::CheckDevice(const LayerSettings& attention) const {
+  const std::string why = UnsupportedAttention(attention, config(), backend_options_.kv_dtype, device_.device);
+  if (!why.empty()) Throw(PHSA_UNSUPPORTED, "{}; --device cpu runs it", why);
+}
+
 void Engine::SetAttention(const LayerSettings& attention) {
   if (attention == options_.attention) return;
   CheckAttention(attention, config());
+  CheckDevice(attention);
   EngineOptions options = options_;
   options.attention = attention;
   options.context = plan_.context;  // as they were, whatever the new pages weigh
   options.cache_tokens = plan_.cache_tokens;
-  MemoryPlan plan = MakePlan(*source_, options, kv_dtype_, threads_.num_threads());
+  MemoryPlan plan = MakePlan(*source_, options, device_, backend_options_, threads_.num_threads());
   plan.available = plan_.available;  // before the weights were loaded
   CheckFits(plan);
-  punctuation_ = PunctuationFlags(attention);
-  options_ = options;
-  plan_ = plan;
-  if (decoder_ != nullptr) MakeCache();
+  std::vector<uint8_t> punctuation = PunctuationFlags(attention);
+  const auto exchange = [&] {
+    std::swap(punctuation_, punctuation);
+    std::swap(options_, options);
+    std::swap(plan_, plan);
+  };
+  exchange();
+  if (decoder_ == nullptr) return;
+  try {
+    MakeCache();
+  } catch (...) {
+    // A device may have less left than it had. The cache as it was fits again.
+    exchange();
+    MakeCache();
+    throw;
+  }
 }
 
 bool Engine::Load(const LoadProgress& progress) {
-  bool stopped = false;
-  weights_ = LoadWeights(*source_, options_.weights, threads_, [&](double share) {
-    stopped = !progress(share);
-    return !stopped;
-  });
-  if (stopped) return false;
+  const auto make = device_.device == PHSA_DEVICE_CUDA ? cuda::MakeBackend : MakeCpuBackend;
+  backend_ = make(*source_, backend_options_, threads_, progress);
+  if (backend_ == nullptr) return false;
   MakeCache();
   return true;
 }
@@ -208,9 +238,11 @@ KvIdentity Engine::cache_identity() const {
 }
 
 std::shared_ptr<const TextAttention> Engine::MakeAttention(const LayerSettings& attention) const {
+  const int32_t kv_dtype = backend_options_.kv_dtype;
   CheckAttention(attention, config());
-  const size_t room = RepresentativeRoom(config(), options_, kv_dtype_);
-  const size_t needed = PageLayout::RepresentativeRoom(config(), attention, kv_dtype_);
+  CheckDevice(attention);
+  const size_t room = RepresentativeRoom(config(), options_, kv_dtype);
+  const size_t needed = PageLayout::RepresentativeRoom(config(), attention, kv_dtype);
   if (needed > room) {
     ThrowInvalid(
         "attention {}: its representatives take {} bytes of a page and layer, and pages have room for {}; start with "
@@ -218,15 +250,18 @@ std::shared_ptr<const TextAttention> Engine::MakeAttention(const LayerSettings& 
         Name(attention.base.policy), needed, room);
   }
   return std::make_shared<const TextAttention>(
-      TextAttention{attention, PunctuationFlags(attention), PageLayout(config(), attention, kv_dtype_, room)});
+      TextAttention{attention, PunctuationFlags(attention), PageLayout(config(), attention, kv_dtype, room)});
 }
 
 void Engine::MakeCache() {
   decoder_.reset();  // first give back, then take
+  cache_.reset();
   const auto pages = static_cast<int32_t>(PagesFor(static_cast<size_t>(plan_.cache_tokens)));
-  cache_ = std::make_unique<KvCache>(
-      PageLayout(config(), options_.attention, kv_dtype_, RepresentativeRoom(config(), options_, kv_dtype_)), pages);
-  decoder_ = std::make_unique<Decoder>(config(), weights_, options_.attention, kv_dtype_, options_.chunk, threads_);
+  const int32_t kv_dtype = backend_options_.kv_dtype;
+  PageLayout layout(config(), options_.attention, kv_dtype, RepresentativeRoom(config(), options_, kv_dtype));
+  std::unique_ptr<PageMemory> memory = backend_->MakePages(layout.page_bytes, pages);
+  cache_ = std::make_unique<KvCache>(std::move(layout), pages, std::move(memory));
+  decoder_ = std::make_unique<Decoder>(config(), *backend_, options_.attention, threads_);
   decoder_->SetPunctuation(punctuation_);
 }
 

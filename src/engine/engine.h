@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/device_choice.h"
 #include "engine/memory_plan.h"
 #include "io/model_source.h"
 #include "model/decoder.h"
@@ -26,12 +27,14 @@ inline constexpr size_t kWorthSharing = 16;
 
 struct EngineOptions {
   WeightsMode weights = WeightsMode::kAuto;
-  std::optional<int32_t> kv_dtype;  // none: f32 with f32 weights, else the 16-bit type that the CPU multiplies
+  std::string device = "auto";      // auto, cpu, cuda, cuda:N: ChooseDevice
+  std::optional<int32_t> kv_dtype;  // none: DefaultKvType
   int32_t context = 0;              // tokens of the longest text; 0: the model's, or as many as fit into memory
   int32_t cache_tokens = 0;         // tokens that the KV cache holds, of all texts together; 0: `cache_texts` says
-  int32_t cache_texts = 1;          // the KV cache holds as many longest texts, or as much of them as fits into memory
-  int32_t threads = 0;              // 0: one per core
-  int32_t chunk = 512;              // tokens of a prefill step
+  // The KV cache holds as many longest texts, or as much of them as fits into memory; 0: as many as a step can read.
+  int32_t cache_texts = 1;
+  int32_t threads = 0;  // 0: one per core
+  int32_t chunk = 0;    // tokens of a prefill step; 0: 512 on the CPU, 8192 on a GPU
   LayerSettings attention;
   bool other_attention = false;  // pages have room for texts that are read in other ways: MakeAttention
 };
@@ -51,14 +54,16 @@ class Engine {
   const ModelSource& source() const { return *source_; }
   const Tokenizer& tokenizer() const { return tokenizer_; }
   const EngineOptions& options() const { return options_; }
+  const DeviceChoice& device() const { return device_; }
   ThreadPool& threads() { return threads_; }
   // Throws phsa::Error where one of the tokens is not in the model's vocabulary; `text` says whose they are.
   void CheckTokens(std::span<const int32_t> tokens, const std::string& text) const;
   const char* TooLongAdvice() const;  // what to do about a text that the context does not hold
 
-  // Reads and packs the weights. False where `progress` asked to stop. Before this, decoder() and cache() are not
+  // Reads the weights. False where `progress` asked to stop. Before this, decoder(), cache() and device_name() are not
   // there.
   bool Load(const LoadProgress& progress);
+  std::string device_name() const { return backend_->device_name(); }  // "cpu", or what the GPU calls itself
   // What the cache's contents depend on besides the tokens.
   KvIdentity cache_identity() const;
   // Other settings for the attention. The weights stay; the cache is a new, empty one: sequences of the old one must
@@ -74,15 +79,17 @@ class Engine {
  private:
   // One for each token of the model's vocabulary; empty where nothing needs them.
   std::vector<uint8_t> PunctuationFlags(const LayerSettings& attention) const;
+  void CheckDevice(const LayerSettings& attention) const;  // throws phsa::Error where it cannot read so
   void MakeCache();
   std::unique_ptr<ModelSource> source_;
   EngineOptions options_;
-  int32_t kv_dtype_;
+  DeviceChoice device_;
+  BackendOptions backend_options_;
   Tokenizer tokenizer_;
   ThreadPool threads_;
   MemoryPlan plan_;
   std::vector<uint8_t> punctuation_;
-  Weights weights_;
+  std::unique_ptr<ModelBackend> backend_;
   std::unique_ptr<KvCache> cache_;
   std::unique_ptr<Decoder> decoder_;
 };

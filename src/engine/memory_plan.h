@@ -8,17 +8,15 @@
 namespace phsa {
 
 struct MemoryPlan {
+  std::string gpu;  // the one whose memory it is; empty: the system's
   uint64_t weights = 0, key_values = 0, representatives = 0, workspace = 0;  // bytes
   std::string weight_types, kv_type;
   int32_t context = 0;       // tokens of the longest text
   int32_t cache_tokens = 0;  // of all texts that are held at once
-  uint64_t available = 0;    // what the system can give now
+  uint64_t available = 0;    // what can be had now
   uint64_t total() const { return weights + key_values + representatives + workspace; }
   std::string Text() const;  // one line
 };
-
-// Memory that can still be had: the system's, or what is left of the control group's limit where there is one.
-uint64_t AvailableMemory();
 
 // Throws phsa::Error with both numbers where the plan does not fit.
 void CheckFits(const MemoryPlan& plan);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "base/errors.h"
 
@@ -27,53 +26,46 @@ void ThrowNoFiniteLogits() {
 
 Sampler::Sampler(const SamplerSettings& settings) : settings_(settings), random_(settings.seed) { Validate(settings); }
 
-int32_t Sampler::Next(std::span<const float> logits, std::span<const int32_t> seen) {
-  if (settings_.repetition_penalty != 1) {
-    logits_.assign(logits.begin(), logits.end());
-    for (const int32_t id : seen) {
-      if (static_cast<size_t>(id) >= logits.size()) continue;  // a prompt may have one that cannot be chosen
-      // Once a token, however often it was seen: from the model's own logit, not from the one already changed.
-      const float logit = logits[static_cast<size_t>(id)];
-      logits_[static_cast<size_t>(id)] =
-          logit > 0 ? logit / settings_.repetition_penalty : logit * settings_.repetition_penalty;
-    }
-    logits = logits_;
+std::vector<TokenLogit> Sampler::Likeliest(const LogitsRow& logits, size_t count, int32_t known,
+                                           std::span<const int32_t> seen) {
+  if (settings_.repetition_penalty == 1) return logits.Top(count, known);
+  std::span<const float> all = logits.All();
+  all = all.first(std::min(all.size(), static_cast<size_t>(known)));
+  logits_.assign(all.begin(), all.end());
+  for (const int32_t id : seen) {
+    if (static_cast<size_t>(id) >= all.size()) continue;  // a prompt may have one that cannot be chosen
+    // Once a token, however often it was seen: from the model's own logit, not from the one already changed.
+    const float logit = all[static_cast<size_t>(id)];
+    logits_[static_cast<size_t>(id)] =
+        logit > 0 ? logit / settings_.repetition_penalty : logit * settings_.repetition_penalty;
   }
-  int32_t best = -1;
-  float best_logit = -std::numeric_limits<float>::infinity();
-  for (size_t id = 0; id < logits.size(); ++id) {
-    if (logits[id] > best_logit) {
-      best_logit = logits[id];
-      best = static_cast<int32_t>(id);
-    }
-  }
-  if (best < 0 || !std::isfinite(best_logit)) ThrowNoFiniteLogits();
-  if (settings_.temperature == 0 || settings_.top_k == 1) return best;
+  return HostLogitsRow(logits_).Top(count);
+}
 
-  candidates_.clear();
+int32_t Sampler::Next(const LogitsRow& logits, int32_t known, std::span<const int32_t> seen) {
+  PHSA_CHECK(known > 0);
+  const bool greedy = settings_.temperature == 0 || settings_.top_k == 1;
+  const auto count = static_cast<size_t>(greedy ? 1 : settings_.top_k > 0 ? settings_.top_k : known);
+  std::vector<TokenLogit> candidates = Likeliest(logits, count, known, seen);
+  const TokenLogit best = candidates.front();
+  if (!std::isfinite(best.logit)) ThrowNoFiniteLogits();
+  if (greedy) return best.token;
+
   // What is further below the best than this has no weight in double precision.
-  const float floor = best_logit - 700 * settings_.temperature;
-  for (size_t id = 0; id < logits.size(); ++id) {
-    if (logits[id] >= floor) candidates_.push_back({static_cast<int32_t>(id), logits[id], 0});
-  }
-  const auto likelier = [](const Candidate& a, const Candidate& b) {
-    return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
-  };
-  size_t kept = candidates_.size();
-  if (settings_.top_k > 0) kept = std::min(kept, static_cast<size_t>(settings_.top_k));
-  std::partial_sort(candidates_.begin(), candidates_.begin() + static_cast<int64_t>(kept), candidates_.end(), likelier);
-  candidates_.resize(kept);
+  const float floor = best.logit - 700 * settings_.temperature;
+  weights_.clear();
   double total = 0;
-  for (Candidate& candidate : candidates_) {
-    candidate.weight = std::exp((static_cast<double>(candidate.logit) - best_logit) / settings_.temperature);
-    total += candidate.weight;
+  for (const TokenLogit& candidate : candidates) {
+    if (!(candidate.logit >= floor)) break;
+    weights_.push_back(std::exp((static_cast<double>(candidate.logit) - best.logit) / settings_.temperature));
+    total += weights_.back();
   }
   if (settings_.top_p < 1) {
     double sum = 0;
-    for (size_t i = 0; i < candidates_.size(); ++i) {
-      sum += candidates_[i].weight;
+    for (size_t i = 0; i < weights_.size(); ++i) {
+      sum += weights_[i];
       if (sum >= settings_.top_p * total) {
-        candidates_.resize(i + 1);
+        weights_.resize(i + 1);
         total = sum;
         break;
       }
@@ -81,17 +73,17 @@ int32_t Sampler::Next(std::span<const float> logits, std::span<const int32_t> se
   }
   if (settings_.min_p > 0) {
     // Sorted, and the most likely one weighs 1.
-    while (candidates_.back().weight < settings_.min_p) {
-      total -= candidates_.back().weight;
-      candidates_.pop_back();
+    while (weights_.back() < settings_.min_p) {
+      total -= weights_.back();
+      weights_.pop_back();
     }
   }
   double left = static_cast<double>(random_() >> 11) * 0x1p-53 * total;
-  for (const Candidate& candidate : candidates_) {
-    left -= candidate.weight;
-    if (left < 0) return candidate.id;
+  for (size_t i = 0; i < weights_.size(); ++i) {
+    left -= weights_[i];
+    if (left < 0) return candidates[i].token;
   }
-  return candidates_.back().id;
+  return candidates[weights_.size() - 1].token;
 }
 
 }  // namespace phsa

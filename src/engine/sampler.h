@@ -8,6 +8,8 @@
 #include <span>
 #include <vector>
 
+#include "model/logits_row.h"
+
 namespace phsa {
 
 struct SamplerSettings {
@@ -27,19 +29,18 @@ void Validate(const SamplerSettings& settings);
 class Sampler {
  public:
   explicit Sampler(const SamplerSettings& settings);
-  // `seen`: the tokens before this one, for the repetition penalty. Throws phsa::Error where no logit is finite.
-  int32_t Next(std::span<const float> logits, std::span<const int32_t> seen);
+  // Of the tokens below `known`. `seen`: those before this one, for the repetition penalty. Throws phsa::Error where no
+  // logit is finite.
+  int32_t Next(const LogitsRow& logits, int32_t known, std::span<const int32_t> seen);
 
  private:
+  // The tokens to draw from, the likeliest first, at most `count` of them.
+  std::vector<TokenLogit> Likeliest(const LogitsRow& logits, size_t count, int32_t known,
+                                    std::span<const int32_t> seen);
   SamplerSettings settings_;
   std::mt19937_64 random_;
-  std::vector<float> logits_;
-  struct Candidate {
-    int32_t id;
-    float logit;
-    double weight;
-  };
-  std::vector<Candidate> candidates_;
+  std::vector<float> logits_;    // with the repetition penalty
+  std::vector<double> weights_;  // of those to draw from
 };
 
 }  // namespace phsa

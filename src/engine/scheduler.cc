@@ -326,7 +326,7 @@ class Scheduler::Impl {
                               : BatchItem::Logits::kNone});
     }
     try {
-      engine_.decoder().Step(items, [&](int32_t item, int32_t row, const float* logits) {
+      engine_.decoder().Step(items, [&](int32_t item, int32_t row, const LogitsRow& logits) {
         Job& job = *chosen[static_cast<size_t>(item)].first;
         if (job.finished) return;
         const auto next = static_cast<size_t>(lengths[static_cast<size_t>(item)] + row + 1);

@@ -7,7 +7,6 @@
 
 #include "base/errors.h"
 #include "engine/sampler.h"
-#include "ops/layers.h"
 
 namespace phsa {
 namespace {
@@ -156,7 +155,7 @@ class Scorer {
       NextStep(items, readers);
       if (items.empty()) return true;
       if (callbacks_.stop && callbacks_.stop()) return false;
-      engine_.decoder().Step(items, [&](int32_t item, int32_t row, const float* logits) {
+      engine_.decoder().Step(items, [&](int32_t item, int32_t row, const LogitsRow& logits) {
         const Reader& reader = readers[static_cast<size_t>(item)];
         Take(reader.text, reader.begin + static_cast<size_t>(row), logits);
       });
@@ -201,20 +200,19 @@ class Scorer {
     }
   }
 
-  void Take(size_t reader, size_t position, const float* logits) {
-    const int32_t vocab = engine_.config().vocab_size;
+  void Take(size_t reader, size_t position, const LogitsRow& logits) {
     // Both pass over the whole vocabulary: once, and where somebody wants it.
     std::optional<double> sum;
     std::optional<int32_t> likeliest;
     ForEachWanting(reader, position, [&](const Text& text) {
-      if (!sum) sum = LogSumExp(logits, vocab);
+      if (!sum) sum = logits.LogSumExp();
       if (!std::isfinite(*sum)) ThrowNoFiniteLogits();
       const int32_t token = requests_[text.request].continuation[position + 1 - text.context];
       const double log_probability = static_cast<double>(logits[token]) - *sum;
       Score& score = scores_[text.request];
       score.log_likelihood += log_probability;
       if (score.greedy) {
-        if (!likeliest) likeliest = static_cast<int32_t>(std::max_element(logits, logits + vocab) - logits);
+        if (!likeliest) likeliest = logits.Likeliest();
         score.greedy = token == *likeliest;
       }
       score.token_log_probabilities.push_back(static_cast<float>(log_probability));

@@ -25,7 +25,7 @@ std::optional<int32_t> Session::Prefill(std::span<const int32_t> tokens, const G
     const bool last = first + count == tokens.size();
     const BatchItem item{&sequence_, tokens.subspan(first, count),
                          last || logits == BatchItem::Logits::kAll ? logits : BatchItem::Logits::kNone};
-    engine_.decoder().Step({&item, 1}, [&](int32_t i, int32_t row, const float* values) {
+    engine_.decoder().Step({&item, 1}, [&](int32_t i, int32_t row, const LogitsRow& values) {
       sink(i, static_cast<int32_t>(first) + row, values);
     });
   }
@@ -46,7 +46,9 @@ GenerateResult Session::Generate(std::span<const int32_t> prompt, const Generate
   Answer answer(engine_, options, callbacks.text);
   GenerateResult& result = answer.result();
   result.prompt_tokens = static_cast<int32_t>(prompt.size());
-  const LogitsSink choose = [&](int32_t, int32_t, const float* logits) { answer.Choose(logits, sequence_.tokens()); };
+  const LogitsSink choose = [&](int32_t, int32_t, const LogitsRow& logits) {
+    answer.Choose(logits, sequence_.tokens());
+  };
 
   const TokensRead before = engine_.decoder().tokens_read();
   const double start = Now();

@@ -322,6 +322,7 @@ CompareResult RunCompare(Engine& engine, const ComparePlan& plan, const CompareC
   about.format = engine.source().format();
   about.weights = engine.plan().weight_types;
   about.kv_type = engine.plan().kv_type;
+  about.device = engine.device_name();
   about.cpu = CpuName();
   about.threads = engine.threads().num_threads();
   about.context = config.context;

@@ -105,7 +105,7 @@ struct CompareFlops {
 };
 // The caller of RunCompare knows the command, the version and the date.
 struct CompareAbout {
-  std::string model, format, weights, kv_type, cpu, command, version, date;
+  std::string model, format, weights, kv_type, device, cpu, command, version, date;
   int32_t threads = 0, context = 0, num_layers = 0, num_q_heads = 0, num_kv_heads = 0, head_dim = 0;
   bool carries_settings = false;  // of sparse attention: it was trained or checked for it
   double seconds = 0;

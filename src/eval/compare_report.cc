@@ -329,7 +329,7 @@ std::string CompareJson(const CompareResult& result) {
                  {"kv_type", about.kv_type},
                  {"cpu", about.cpu},
                  {"threads", about.threads},
-                 {"device", "cpu"},
+                 {"device", about.device},
                  {"context", about.context},
                  {"num_layers", about.num_layers},
                  {"num_q_heads", about.num_q_heads},

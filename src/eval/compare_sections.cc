@@ -96,7 +96,8 @@ class Teller {
                                   about.format, about.num_layers, about.num_q_heads, about.num_kv_heads, about.head_dim,
                                   Thousands(about.context))},
             {"weights", fmt::format("{}; {} cache", about.weights, about.kv_type)},
-            {"machine", fmt::format("{}, {}", about.cpu, Plural(about.threads, "thread"))},
+            {"machine", fmt::format("{}{}, {}", about.device == "cpu" ? "" : about.device + ", ", about.cpu,
+                                    Plural(about.threads, "thread"))},
             {"made", fmt::format("{} by phsa {} in {:.0f} s", about.date, about.version, about.seconds)},
             {"command", about.command}};
   }

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/new_file.h"
-#include "eval/query_blocks.h"
+#include "eval/tokens_read.h"
 
 namespace phsa {
 namespace {
@@ -11,29 +11,6 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr const char* kFormat = "phsa niah samples 1";
-
-int64_t TokensReadInLayer(const Settings& settings, int32_t tokens) {
-  const int64_t top_k = Chooses(settings.policy) ? settings.top_k : 0;
-  int64_t read = 0;
-  for (int32_t position = 0; position < tokens; ++position) {
-    const QueryBlocks blocks = BlocksOf(settings, position);
-    read += blocks.reads_all ? int64_t{position} + 1 : blocks.TokensRead(top_k);
-  }
-  return read;
-}
-
-// What the decoder counts as it reads `tokens` tokens: all layers and query heads.
-TokensRead CountTokensRead(const ModelConfig& config, const LayerSettings& attention, int32_t tokens) {
-  const int64_t base = TokensReadInLayer(attention.base, tokens);
-  TokensRead count;
-  for (int32_t layer = 0; layer < config.num_layers; ++layer) {
-    const auto own = attention.layers.find(layer);
-    count.read += own == attention.layers.end() ? base : TokensReadInLayer(own->second, tokens);
-  }
-  count.read *= config.num_q_heads;
-  count.dense = int64_t{tokens} * (tokens + 1) / 2 * config.num_layers * config.num_q_heads;
-  return count;
-}
 
 Json PunctuationIds(const Engine& engine, const NiahPlan& plan) {
   Json sets = Json::object();
@@ -56,7 +33,9 @@ void ExportNiah(const Engine& engine, const NiahPrompts& prompts, const NiahPlan
   first["punctuation"] = PunctuationIds(engine, plan);
   file.Write(NiahLine(first));
 
-  ForEachNiahSample(plan, NiahRecords{}, [&](const NiahPlace& place, const auto& attentions) {
+  const auto one_by_one = [](int32_t) { return 1; };
+  ForEachNiahBatch(plan, NiahRecords{}, one_by_one, [&](std::span<const NiahMissing> samples) {
+    const auto& [place, attentions] = samples.front();
     const NiahSample sample = prompts.Build(place.task, place.length, place.sample);
     const std::vector<int32_t> answer = engine.tokenizer().Encode(sample.answer, SpecialTokens::kAsText);
     Json records = Json::array();

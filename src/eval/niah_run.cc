@@ -2,58 +2,109 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 
-#include "engine/session.h"
+#include "engine/scheduler.h"
+#include "eval/tokens_read.h"
 
 namespace phsa {
 namespace {
 
 char Lower(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }
 
-// Greedy generation until every reference is there: what follows cannot change the score.
-bool Generate(Engine& engine, const NiahSample& sample, const GenerateCallbacks& reading, NiahRecord& record) {
-  Session session(engine);
-  GenerateOptions options;
-  options.max_tokens = kNiahAnswerTokens;
-  options.sampler.temperature = 0;
-  bool interrupted = false;
-  const auto look = [&] {
-    for (size_t i = 0; i < sample.references.size(); ++i) {
-      if (!record.found[i]) record.found[i] = NiahFound(record.answer, sample.references[i]);
+// A sample that is read in some way, and its record so far.
+struct Reading {
+  const NiahSample* sample;
+  NiahRecord record;
+
+  void Look() {
+    for (size_t i = 0; i < sample->references.size(); ++i) {
+      if (!record.found[i]) record.found[i] = NiahFound(record.answer, sample->references[i]);
     }
-  };
-  GenerateCallbacks callbacks = reading;
-  callbacks.text = [&](std::string_view text) {
-    record.answer += text;
-    look();
-  };
-  callbacks.stop = [&] {
-    interrupted = reading.stop();
-    return interrupted || std::count(record.found.begin(), record.found.end(), false) == 0;
-  };
-  session.Generate(sample.tokens, options, callbacks);
+  }
+  bool found_all() const { return std::count(record.found.begin(), record.found.end(), false) == 0; }
+  void Count(const TokensRead& read) {
+    record.read += read.read;
+    record.dense += read.dense;
+  }
+};
+
+// Greedy generation until every reference is there: what follows cannot change the score. False: stopped.
+bool Generate(Engine& engine, std::span<Reading> readings, const std::function<bool()>& stop) {
+  bool interrupted = false;
+  std::vector<Request> requests(readings.size());
+  for (size_t i = 0; i < readings.size(); ++i) {
+    Reading& reading = readings[i];
+    requests[i].prompt = reading.sample->tokens;
+    requests[i].options.max_tokens = kNiahAnswerTokens;
+    requests[i].options.sampler.temperature = 0;
+    requests[i].text = [&reading](std::string_view text) {
+      reading.record.answer += text;
+      reading.Look();
+    };
+    requests[i].stop = [&reading, &interrupted, &stop] {
+      interrupted = interrupted || stop();
+      return interrupted || reading.found_all();
+    };
+  }
+  const std::vector<GenerateResult> results =
+      GenerateAll(engine, std::move(requests), static_cast<int32_t>(readings.size()));
+  for (size_t i = 0; i < readings.size(); ++i) {
+    readings[i].Count(results[i].tokens_read);
+    // What a prompt took from another one counts as read: the record of a sample is the same in every batch.
+    const LayerSettings& attention = readings[i].record.attention;
+    readings[i].Count(CountTokensRead(engine.config(), attention, results[i].reused_tokens));
+  }
   return !interrupted;
 }
 
-bool ReadAnswer(Engine& engine, const NiahSample& sample, NiahScoring scoring, const GenerateCallbacks& reading,
-                NiahRecord& record) {
+// Reads the prompts with the right answers behind them. False: stopped.
+bool ReadAnswers(Engine& engine, std::span<Reading> readings, NiahScoring scoring, const std::function<bool()>& stop) {
+  struct Text {
+    std::vector<int32_t> answer, tokens;  // tokens: those of prompt and answer but the last, which predicts nothing
+    Sequence sequence;
+    std::vector<int32_t> likeliest;  // in the places of the answer's tokens
+  };
   const Tokenizer& tokenizer = engine.tokenizer();
-  const std::vector<int32_t> answer = tokenizer.Encode(sample.answer, SpecialTokens::kAsText);
+  std::vector<Text> texts;
+  for (const Reading& reading : readings) {
+    std::vector<int32_t> answer = tokenizer.Encode(reading.sample->answer, SpecialTokens::kAsText);
+    std::vector<int32_t> tokens = reading.sample->tokens;
+    tokens.insert(tokens.end(), answer.begin(), answer.end() - 1);
+    texts.push_back({std::move(answer), std::move(tokens), Sequence(engine.cache()), {}});
+  }
   // Models pad their vocabulary: ids that the tokenizer does not have cannot be text.
   const int32_t known = std::min(engine.config().vocab_size, tokenizer.vocab_size());
-  std::vector<int32_t> likeliest;
-  const LogitsSink sink = [&](int32_t, int32_t, const float* logits) {
-    likeliest.push_back(static_cast<int32_t>(std::max_element(logits, logits + known) - logits));
-  };
-  Session session(engine);
-  if (!session.Prefill(sample.tokens, reading, sink, BatchItem::Logits::kLast)) return false;
-  if (answer.size() > 1) {
-    const BatchItem item{&session.sequence(), std::span(answer).first(answer.size() - 1), BatchItem::Logits::kAll};
-    engine.decoder().Step({&item, 1}, sink);
+  for (;;) {
+    std::vector<BatchItem> items;
+    std::vector<size_t> text_of;  // each item
+    auto rows = static_cast<size_t>(engine.decoder().max_rows());
+    for (size_t i = 0; i < texts.size(); ++i) {
+      Text& text = texts[i];
+      const auto begin = static_cast<size_t>(text.sequence.length());
+      const size_t count = std::min(text.tokens.size() - begin, rows);
+      if (count == 0) continue;
+      const size_t wanted = std::max(begin, readings[i].sample->tokens.size() - 1);
+      items.push_back({&text.sequence, std::span(text.tokens).subspan(begin, count),
+                       wanted < begin + count ? BatchItem::Logits::kAll : BatchItem::Logits::kNone,
+                       static_cast<int32_t>(wanted - begin)});
+      text_of.push_back(i);
+      rows -= count;
+    }
+    if (items.empty()) break;
+    if (stop()) return false;
+    engine.decoder().Step(items, [&](int32_t item, int32_t, const LogitsRow& logits) {
+      texts[text_of[static_cast<size_t>(item)]].likeliest.push_back(logits.Likeliest(known));
+    });
+    for (size_t i = 0; i < items.size(); ++i) readings[text_of[i]].Count(engine.decoder().step_tokens_read()[i]);
   }
-  record.answer = tokenizer.Decode(likeliest, false);
-  const int32_t free = scoring == NiahScoring::kForced ? LeadingSpaces(tokenizer, answer) : 0;
-  record.found[0] = std::equal(answer.begin() + free, answer.end(), likeliest.begin() + free, likeliest.end());
+  for (size_t i = 0; i < texts.size(); ++i) {
+    const auto& [answer, tokens, sequence, likeliest] = texts[i];
+    const int32_t free = scoring == NiahScoring::kForced ? LeadingSpaces(tokenizer, answer) : 0;
+    readings[i].record.answer = tokenizer.Decode(likeliest, false);
+    readings[i].record.found[0] =
+        std::equal(answer.begin() + free, answer.end(), likeliest.begin() + free, likeliest.end());
+  }
   return true;
 }
 
@@ -74,22 +125,36 @@ bool NiahFound(std::string_view answer, std::string_view reference) {
          reference.empty();
 }
 
-bool ForEachNiahSample(const NiahPlan& plan, const NiahRecords& records, const NiahSampleFn& fn) {
+bool ForEachNiahBatch(const NiahPlan& plan, const NiahRecords& records,
+                      const std::function<int32_t(int32_t length)>& batch, const NiahBatchFn& fn) {
   std::vector<int32_t> lengths;
   for (const NiahConfiguration& one : plan.configurations) {
     if (std::find(lengths.begin(), lengths.end(), one.length) == lengths.end()) lengths.push_back(one.length);
   }
   std::sort(lengths.begin(), lengths.end());
-  for (int32_t sample = plan.shard; sample < plan.samples; sample += plan.shards) {
+  // All tasks and lengths of these samples come before the next ones.
+  int64_t together = 1;
+  for (const int32_t length : lengths) together = std::max<int64_t>(together, batch(length));
+  const int64_t stride = together * plan.shards;
+  for (int64_t first = plan.shard; first < plan.samples; first += stride) {
     for (const NiahTask task : plan.tasks) {
       for (const int32_t length : lengths) {
-        std::vector<const LayerSettings*> missing;
-        for (const NiahConfiguration& one : plan.configurations) {
-          if (one.length == length && !records.Contains(task, length, one.attention, sample)) {
-            missing.push_back(&one.attention);
+        std::vector<NiahMissing> missing;
+        const int64_t end = std::min<int64_t>(first + stride, plan.samples);
+        for (int64_t sample = first; sample < end; sample += plan.shards) {
+          NiahMissing one{{task, length, static_cast<int32_t>(sample)}, {}};
+          for (const NiahConfiguration& configuration : plan.configurations) {
+            if (configuration.length == length &&
+                !records.Contains(task, length, configuration.attention, one.place.sample)) {
+              one.attentions.push_back(&configuration.attention);
+            }
           }
+          if (!one.attentions.empty()) missing.push_back(std::move(one));
         }
-        if (!missing.empty() && !fn({task, length, sample}, missing)) return false;
+        const auto size = static_cast<size_t>(batch(length));
+        for (size_t i = 0; i < missing.size(); i += size) {
+          if (!fn(std::span(missing).subspan(i, std::min(size, missing.size() - i)))) return false;
+        }
       }
     }
   }
@@ -113,42 +178,68 @@ bool RunNiah(Engine& engine, const NiahPrompts& prompts, const NiahPlan& plan, N
              const NiahCallbacks& callbacks) {
   NiahProgress progress;
   double all_tokens = 0, done_tokens = 0;
-  ForEachNiahSample(plan, records, [&](const NiahPlace& place, const auto& missing) {
-    progress.missing += static_cast<int64_t>(missing.size());
-    all_tokens += static_cast<double>(place.length) * static_cast<double>(missing.size());
+  const auto batch = [&](int32_t length) {
+    const int32_t fit =
+        engine.cache().num_pages() / std::max(1, static_cast<int32_t>(PagesFor(static_cast<size_t>(length))));
+    const int32_t wanted = plan.batch > 0 ? plan.batch : engine.decoder().max_rows() / length;
+    return std::max(1, std::min(wanted, fit));
+  };
+  ForEachNiahBatch(plan, records, batch, [&](std::span<const NiahMissing> samples) {
+    for (const NiahMissing& one : samples) {
+      progress.missing += static_cast<int64_t>(one.attentions.size());
+      all_tokens += static_cast<double>(one.place.length) * static_cast<double>(one.attentions.size());
+    }
     return true;
   });
 
-  return ForEachNiahSample(plan, records, [&](const NiahPlace& place, const auto& missing) {
-    const NiahSample sample = prompts.Build(place.task, place.length, place.sample);
-    for (const LayerSettings* attention : missing) {
-      if (callbacks.stop()) return false;
-      engine.SetAttention(*attention);
-      NiahRecord record = EmptyNiahRecord(place, sample, *attention);
-      GenerateCallbacks reading;
-      reading.stop = callbacks.stop;
-      reading.prefill = [&](int32_t done, int32_t) {
-        progress.share = (done_tokens + done) / all_tokens;
-        callbacks.progress(progress);
-      };
-      const TokensRead before = engine.decoder().tokens_read();
-      const auto start = std::chrono::steady_clock::now();
-      const bool answered = plan.scoring == NiahScoring::kReferences
-                                ? Generate(engine, sample, reading, record)
-                                : ReadAnswer(engine, sample, plan.scoring, reading, record);
-      if (!answered) return false;
-      record.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-      const TokensRead& after = engine.decoder().tokens_read();
-      record.read = after.read - before.read;
-      record.dense = after.dense - before.dense;
-      callbacks.record(record);
-      records.Add(std::move(record), "this run");
-      done_tokens += place.length;
-      ++progress.done;
-      progress.share = done_tokens / all_tokens;
-      callbacks.progress(progress);
+  // Those of the batch that lack the attention are read together.
+  const auto read = [&](const LayerSettings& attention, std::span<const NiahMissing> missing,
+                        std::span<const NiahSample> samples) {
+    std::vector<Reading> readings;
+    double prompts_dense = 0;
+    for (size_t i = 0; i < missing.size(); ++i) {
+      const auto& lacks = missing[i].attentions;
+      if (std::find(lacks.begin(), lacks.end(), &attention) == lacks.end()) continue;
+      readings.push_back({&samples[i], EmptyNiahRecord(missing[i].place, samples[i], attention)});
+      prompts_dense += static_cast<double>(DenseTokensRead(engine.config(), readings.back().record.tokens));
     }
+    if (readings.empty()) return true;
+    engine.SetAttention(attention);
+    const double tokens = static_cast<double>(missing.front().place.length) * static_cast<double>(readings.size());
+    const int64_t dense_before = engine.decoder().tokens_read().dense;
+    const auto stop = [&] {
+      // Dense attention reads the square of what the prompts have: this is the share of their tokens.
+      const auto dense = static_cast<double>(engine.decoder().tokens_read().dense - dense_before);
+      progress.share = (done_tokens + tokens * std::sqrt(std::min(1.0, dense / prompts_dense))) / all_tokens;
+      callbacks.progress(progress);
+      return callbacks.stop();
+    };
+    const auto start = std::chrono::steady_clock::now();
+    const bool answered = plan.scoring == NiahScoring::kReferences ? Generate(engine, readings, stop)
+                                                                   : ReadAnswers(engine, readings, plan.scoring, stop);
+    if (!answered) return false;
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    for (Reading& reading : readings) {
+      reading.record.seconds = seconds / static_cast<double>(readings.size());
+      callbacks.record(reading.record);
+      records.Add(std::move(reading.record), "this run");
+      ++progress.done;
+    }
+    done_tokens += tokens;
+    progress.share = done_tokens / all_tokens;
+    callbacks.progress(progress);
     return true;
+  };
+
+  return ForEachNiahBatch(plan, records, batch, [&](std::span<const NiahMissing> missing) {
+    const int32_t length = missing.front().place.length;
+    std::vector<NiahSample> samples;
+    for (const NiahMissing& one : missing) {
+      samples.push_back(prompts.Build(one.place.task, length, one.place.sample));
+    }
+    return std::all_of(plan.configurations.begin(), plan.configurations.end(), [&](const NiahConfiguration& one) {
+      return one.length != length || read(one.attention, missing, samples);
+    });
   });
 }
 

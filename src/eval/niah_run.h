@@ -25,6 +25,7 @@ struct NiahPlan {
   std::vector<NiahConfiguration> configurations;
   int32_t samples = 100;
   int32_t shard = 0, shards = 1;  // this run has the samples i with i % shards == shard
+  int32_t batch = 0;              // samples that are read together; 0: as many as one step of the decoder reads
   NiahScoring scoring = NiahScoring::kReferences;
 };
 
@@ -32,10 +33,16 @@ struct NiahPlace {
   NiahTask task = NiahTask::kSingle1;
   int32_t length = 0, sample = 0;
 };
-// fn(place, attentions that `records` lacks for it), samples outermost, so that all configurations see a sample before
-// the next one begins. False where fn returned false, which ends it.
-using NiahSampleFn = std::function<bool(const NiahPlace&, const std::vector<const LayerSettings*>& attentions)>;
-bool ForEachNiahSample(const NiahPlan& plan, const NiahRecords& records, const NiahSampleFn& fn);
+// A sample with the attentions that some records lack for it.
+struct NiahMissing {
+  NiahPlace place;
+  std::vector<const LayerSettings*> attentions;  // in the order of the plan, of whose configurations they are
+};
+// fn(samples of one task and length, at most batch(length) of them), samples outermost, so that all configurations see
+// a batch before the next one begins. False where fn returned false, which ends it.
+using NiahBatchFn = std::function<bool(std::span<const NiahMissing>)>;
+bool ForEachNiahBatch(const NiahPlan& plan, const NiahRecords& records,
+                      const std::function<int32_t(int32_t length)>& batch, const NiahBatchFn& fn);
 
 // The record of an answer that is yet to come.
 NiahRecord EmptyNiahRecord(const NiahPlace& place, const NiahSample& sample, const LayerSettings& attention);
@@ -47,8 +54,8 @@ struct NiahProgress {
 
 struct NiahCallbacks {
   std::function<void(const NiahProgress&)> progress;
-  std::function<void(const NiahRecord&)> record;  // each answer, as soon as it is there
-  std::function<bool()> stop;
+  std::function<void(const NiahRecord&)> record;  // each answer, as soon as its batch has been read
+  std::function<bool()> stop;                     // asked before every step
 };
 
 // Tokens that an answer begins with before its reference: those that are nothing but spaces.
@@ -57,8 +64,9 @@ int32_t LeadingSpaces(const Tokenizer& tokenizer, std::span<const int32_t> answe
 // Whether a reference is in an answer. Case does not matter; beyond ASCII it must be the same.
 bool NiahFound(std::string_view answer, std::string_view reference);
 
-// Answers that `records` lacks are computed, given to `callbacks.record` and added; a sample with all its
-// configurations before the next, so that an interrupted run has pairs. False where it was stopped.
+// Answers that `records` lacks are computed, given to `callbacks.record` and added; a batch with all its configurations
+// before the next, so that an interrupted run has pairs. No more samples are read together than the engine's cache
+// holds. False where it was stopped.
 bool RunNiah(Engine& engine, const NiahPrompts& prompts, const NiahPlan& plan, NiahRecords& records,
              const NiahCallbacks& callbacks);
 

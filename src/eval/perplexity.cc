@@ -1,11 +1,9 @@
 #include "eval/perplexity.h"
 
-#include <algorithm>
 #include <chrono>
 #include <cmath>
 
 #include "base/errors.h"
-#include "ops/layers.h"
 
 namespace phsa {
 
@@ -15,15 +13,14 @@ PerplexityResult Perplexity(Engine& engine, std::span<const int32_t> tokens, con
                             RecallMeter* recall) {
   PHSA_CHECK(tokens.size() >= 2);
   const auto start = std::chrono::steady_clock::now();
-  const int32_t vocab = engine.config().vocab_size;
   Session session(engine);
   PerplexityResult result;
   double sum = 0;
-  const LogitsSink sink = [&](int32_t, int32_t row, const float* logits) {
-    result.top_tokens.push_back(static_cast<int32_t>(std::max_element(logits, logits + vocab) - logits));
+  const LogitsSink sink = [&](int32_t, int32_t row, const LogitsRow& logits) {
+    result.top_tokens.push_back(logits.Likeliest());
     const auto next = static_cast<size_t>(row) + 1;
     if (next == tokens.size()) return;
-    const double loss = LogSumExp(logits, vocab) - static_cast<double>(logits[tokens[next]]);
+    const double loss = logits.LogSumExp() - static_cast<double>(logits[tokens[next]]);
     sum += loss;
     result.losses.push_back(static_cast<float>(loss));
   };

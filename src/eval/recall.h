@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "base/buffer.h"
 #include "model/decoder.h"
 
 namespace phsa {

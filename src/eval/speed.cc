@@ -3,7 +3,6 @@
 #include <sys/utsname.h>
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
 #include <fstream>
 #include <numeric>
@@ -18,13 +17,6 @@ using Clock = std::chrono::steady_clock;
 
 double SecondsSince(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// By the bits, which the compiler makes a few instructions of: it runs while the time is taken.
-bool AllFinite(std::span<const float> values) {
-  bool finite = true;
-  for (const float value : values) finite &= (std::bit_cast<uint32_t>(value) & 0x7f800000u) != 0x7f800000u;
-  return finite;
-}
-
 // What the decoder has counted so far.
 struct Counters {
   StepTimes times;
@@ -32,11 +24,12 @@ struct Counters {
   explicit Counters(const Decoder& decoder) : times(decoder.times()), read(decoder.tokens_read()) {}
 };
 
-SpeedRow OneRun(SpeedTest test, int32_t tokens, int32_t depth, const Counters& before, const Counters& after,
-                double seconds) {
+SpeedRow OneRun(SpeedTest test, int32_t tokens, int32_t depth, int32_t batch, const Counters& before,
+                const Counters& after, double seconds) {
   return {test,
           tokens,
           depth,
+          batch,
           {seconds},
           {after.times.products - before.times.products, after.times.attention - before.times.attention,
            after.times.other - before.times.other, after.times.selection - before.times.selection},
@@ -47,12 +40,12 @@ SpeedRow OneRun(SpeedTest test, int32_t tokens, int32_t depth, const Counters& b
 
 const char* Name(SpeedTest test) { return test == SpeedTest::kRead ? "pp" : "tg"; }
 
-double SpeedRow::best() const { return tokens / *std::min_element(seconds.begin(), seconds.end()); }
+double SpeedRow::best() const { return all_tokens() / *std::min_element(seconds.begin(), seconds.end()); }
 
-double SpeedRow::slowest() const { return tokens / *std::max_element(seconds.begin(), seconds.end()); }
+double SpeedRow::slowest() const { return all_tokens() / *std::max_element(seconds.begin(), seconds.end()); }
 
 double SpeedRow::mean() const {
-  return tokens * static_cast<double>(seconds.size()) / std::accumulate(seconds.begin(), seconds.end(), 0.0);
+  return all_tokens() * static_cast<double>(seconds.size()) / std::accumulate(seconds.begin(), seconds.end(), 0.0);
 }
 
 void SpeedRow::Join(const SpeedRow& other) {
@@ -69,6 +62,7 @@ nlohmann::ordered_json SpeedToJson(const SpeedRow& row) {
   return {{"test", Name(row.test)},
           {"tokens", row.tokens},
           {"depth", row.depth},
+          {"batch", row.batch},
           {"tokens_per_s", row.best()},
           {"tokens_per_s_mean", row.mean()},
           {"repeats", row.seconds.size()},
@@ -76,7 +70,8 @@ nlohmann::ordered_json SpeedToJson(const SpeedRow& row) {
 }
 
 SpeedMeter::SpeedMeter(Engine& engine, GenerateCallbacks callbacks)
-    : engine_(engine), callbacks_(std::move(callbacks)), sequence_(engine.cache()) {
+    : engine_(engine), callbacks_(std::move(callbacks)) {
+  texts_.emplace_back(engine.cache());
   std::mt19937 random(1);
   tokens_.resize(static_cast<size_t>(engine.plan().context));
   for (int32_t& token : tokens_) {
@@ -85,18 +80,19 @@ SpeedMeter::SpeedMeter(Engine& engine, GenerateCallbacks callbacks)
 }
 
 bool SpeedMeter::Advance(int32_t length, int32_t step) {
-  const auto vocab = static_cast<size_t>(engine_.config().vocab_size);
   bool finite = true;
-  while (sequence_.length() < length) {
+  std::vector<BatchItem> items(texts_.size());
+  while (texts_.front().length() < length) {
     if (callbacks_.stop && callbacks_.stop()) return false;
-    const int32_t first = sequence_.length(), count = std::min(step, length - first);
+    const int32_t first = texts_.front().length(), count = std::min(step, length - first);
     if (callbacks_.prefill) callbacks_.prefill(first, length);
-    const BatchItem item{&sequence_,
-                         {tokens_.data() + first, static_cast<size_t>(count)},
-                         first + count == length || step == 1 ? BatchItem::Logits::kLast : BatchItem::Logits::kNone};
-    engine_.decoder().Step({&item, 1}, [&](int32_t, int32_t, const float* logits) {
-      finite = finite && AllFinite({logits, vocab});
-    });
+    for (size_t i = 0; i < texts_.size(); ++i) {
+      items[i] = {&texts_[i],
+                  {tokens_.data() + first, static_cast<size_t>(count)},
+                  first + count == length || step == 1 ? BatchItem::Logits::kLast : BatchItem::Logits::kNone};
+    }
+    engine_.decoder().Step(items,
+                           [&](int32_t, int32_t, const LogitsRow& logits) { finite = finite && logits.IsFinite(); });
   }
   if (!finite) {
     ThrowInvalid(
@@ -106,28 +102,43 @@ bool SpeedMeter::Advance(int32_t length, int32_t step) {
   return true;
 }
 
-bool SpeedMeter::Prepare(int32_t depth, int32_t tokens, int32_t step) {
-  sequence_.Truncate(std::min(sequence_.length(), depth));
-  const bool done = Advance(depth, engine_.decoder().max_rows()) && Advance(depth + std::min(tokens, step), step);
-  sequence_.Truncate(std::min(sequence_.length(), depth));
+void SpeedMeter::Truncate(int32_t length) {
+  for (Sequence& text : texts_) text.Truncate(std::min(text.length(), length));
+}
+
+bool SpeedMeter::Prepare(int32_t depth, int32_t tokens, int32_t step, int32_t batch) {
+  texts_.erase(texts_.begin() + 1, texts_.end());
+  Truncate(depth);
+  if (!Advance(depth, engine_.decoder().max_rows())) return false;
+  // Pages of their own: shared ones would be read once for all texts where a cache of the device holds them.
+  const std::vector<int32_t> read = texts_.front().tokens();
+  while (texts_.size() < static_cast<size_t>(batch)) {
+    Sequence& text = texts_.emplace_back(engine_.cache());
+    if (!read.empty()) text.Append(read);
+    for (size_t i = 0; i < text.pages().size(); ++i) {
+      engine_.cache().memory().Copy(texts_.front().pages()[i], text.pages()[i]);
+    }
+  }
+  const bool done = Advance(depth + std::min(tokens, step), step);
+  Truncate(depth);
   return done;
 }
 
 std::vector<SpeedRow> SpeedMeter::Read(int32_t depth, std::span<const int32_t> lengths, int32_t repeats) {
   PHSA_CHECK(!lengths.empty() && lengths.front() > 0 && std::is_sorted(lengths.begin(), lengths.end()));
   std::vector<SpeedRow> rows;
-  for (const int32_t length : lengths) rows.push_back({SpeedTest::kRead, length, depth, {}, {}, {}});
+  for (const int32_t length : lengths) rows.push_back({SpeedTest::kRead, length, depth, 1, {}, {}, {}});
   const int32_t step = engine_.decoder().max_rows();
-  bool go_on = Prepare(depth, lengths.back(), step);
+  bool go_on = Prepare(depth, lengths.back(), step, 1);
   for (int32_t i = 0; i < repeats && go_on; ++i) {
-    sequence_.Truncate(depth);
+    Truncate(depth);
     const Counters before(engine_.decoder());
     const auto start = Clock::now();
     for (SpeedRow& row : rows) {
       go_on = Advance(depth + row.tokens, step);
       if (!go_on) break;
       const double seconds = SecondsSince(start);
-      row.Join(OneRun(row.test, row.tokens, depth, before, Counters(engine_.decoder()), seconds));
+      row.Join(OneRun(row.test, row.tokens, depth, 1, before, Counters(engine_.decoder()), seconds));
     }
   }
   rows.erase(std::remove_if(rows.begin(), rows.end(), [](const SpeedRow& row) { return row.seconds.empty(); }),
@@ -135,19 +146,19 @@ std::vector<SpeedRow> SpeedMeter::Read(int32_t depth, std::span<const int32_t> l
   return rows;
 }
 
-SpeedRow SpeedMeter::Write(int32_t depth, int32_t tokens, int32_t repeats) {
-  PHSA_CHECK(tokens > 0);
-  SpeedRow row{SpeedTest::kWrite, tokens, depth, {}, {}, {}};
-  bool go_on = Prepare(depth, tokens, 1);
+SpeedRow SpeedMeter::Write(int32_t depth, int32_t tokens, int32_t repeats, int32_t batch) {
+  PHSA_CHECK(tokens > 0 && batch > 0 && batch <= engine_.decoder().max_rows());
+  SpeedRow row{SpeedTest::kWrite, tokens, depth, batch, {}, {}, {}};
+  bool go_on = Prepare(depth, tokens, 1, batch);
   for (int32_t i = 0; i < repeats && go_on; ++i) {
-    sequence_.Truncate(depth);
+    Truncate(depth);
     const Counters before(engine_.decoder());
     const auto start = Clock::now();
     go_on = Advance(depth + tokens, 1);
     const double seconds = SecondsSince(start);
-    if (go_on) row.Join(OneRun(row.test, tokens, depth, before, Counters(engine_.decoder()), seconds));
+    if (go_on) row.Join(OneRun(row.test, tokens, depth, batch, before, Counters(engine_.decoder()), seconds));
   }
-  sequence_.Truncate(std::min(sequence_.length(), depth));
+  Truncate(depth);
   return row;
 }
 

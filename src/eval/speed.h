@@ -15,21 +15,22 @@ namespace phsa {
 enum class SpeedTest : uint8_t { kRead, kWrite };
 const char* Name(SpeedTest test);  // "pp" and "tg", as llama-bench calls them
 
-// `tokens` tokens were read at once, or one after the other, after `depth` others.
+// `tokens` tokens of each of `batch` texts were read at once, or one after the other, after `depth` others.
 struct SpeedRow {
   SpeedTest test = SpeedTest::kRead;
-  int32_t tokens = 0, depth = 0;
+  int32_t tokens = 0, depth = 0, batch = 1;
   std::vector<double> seconds;  // of each run; at least one
   StepTimes times;              // of all runs
   TokensRead tokens_read;       // of all runs
 
-  double best() const;  // tokens per second
+  double all_tokens() const { return static_cast<double>(tokens) * batch; }
+  double best() const;  // tokens per second, of all texts together
   double mean() const;
   double slowest() const;
   void Join(const SpeedRow& other);  // the runs of both, of the same measurement
 };
 
-// test, tokens, depth, tokens_per_s, tokens_per_s_mean, repeats, read_share
+// test, tokens, depth, batch, tokens_per_s, tokens_per_s_mean, repeats, read_share
 nlohmann::ordered_json SpeedToJson(const SpeedRow& row);
 
 // Measures the attention that the engine has, on random tokens. Throws phsa::Error where a logit is not finite: then
@@ -42,18 +43,21 @@ class SpeedMeter {
   // Reading each of `lengths` tokens, ascending, after `depth` others: a row for each. One pass of the longest measures
   // all. What callbacks.stop cut short is left out, rows without a run too.
   std::vector<SpeedRow> Read(int32_t depth, std::span<const int32_t> lengths, int32_t repeats);
-  // Writing after `depth` tokens. What was read for the call before is not read again. No run where it was stopped.
-  SpeedRow Write(int32_t depth, int32_t tokens, int32_t repeats);
+  // Writing after `depth` tokens of each of `batch` texts: no more than a step has rows and the cache holds. What was
+  // read for the call before is not read again. No run where it was stopped.
+  SpeedRow Write(int32_t depth, int32_t tokens, int32_t repeats, int32_t batch = 1);
 
  private:
-  // Goes on to `length` tokens in steps; false where it was stopped.
+  // Goes on to `length` tokens of each text in steps; false where it was stopped.
   bool Advance(int32_t length, int32_t step);
-  // Reads `depth` tokens and the first `step` after them, so that buffers are as in use, and goes back.
-  bool Prepare(int32_t depth, int32_t tokens, int32_t step);
+  void Truncate(int32_t length);
+  // Reads `depth` tokens of `batch` texts and the first `step` after them, so that buffers are as in use, and goes
+  // back.
+  bool Prepare(int32_t depth, int32_t tokens, int32_t step, int32_t batch);
 
   Engine& engine_;
   GenerateCallbacks callbacks_;
-  Sequence sequence_;
+  std::vector<Sequence> texts_;  // at least one; all of them alike
   std::vector<int32_t> tokens_;
 };
 

@@ -5,40 +5,17 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <span>
 #include <utility>
 #include <vector>
 
+#include "base/buffer.h"
+#include "model/backend.h"
 #include "model/kv_cache.h"
-#include "model/rope.h"
-#include "model/weights.h"
+#include "model/logits_row.h"
 #include "phsa/threads.h"
 
 namespace phsa {
-
-// Bytes aligned to 64, without the cost of clearing them.
-class Buffer {
- public:
-  Buffer() = default;
-  explicit Buffer(size_t bytes);
-  uint8_t* data() const { return data_.get(); }
-  float* floats() const { return reinterpret_cast<float*>(data_.get()); }
-  size_t size() const { return size_; }
-
- private:
-  struct Free {
-    void operator()(uint8_t* data) const;
-  };
-  std::unique_ptr<uint8_t[], Free> data_;
-  size_t size_ = 0;
-};
-
-// Seconds spent in the parts of a step, summed over steps.
-struct StepTimes {
-  double products = 0, attention = 0, other = 0;
-  double selection = 0;  // representatives, scores and top-K; part of `attention` unless the stages are timed apart
-};
 
 struct BatchItem {
   Sequence* sequence = nullptr;
@@ -58,9 +35,9 @@ struct TokensRead {
   }
 };
 
-// What the attention of one layer did in a step, for those who look at it. `params` are what it was called with: q and
-// kv as it read them; out, lse, selection and selection_scores as it wrote them (selection is null where nothing is
-// chosen). Valid during the call.
+// What the attention of one layer did in a step, for those who look at it. `params` has q and kv as it read them, and
+// lse, selection and selection_scores as it wrote them (selection is null where nothing is chosen): all of it in host
+// memory, wherever the attention ran, and with an executor to go on from there. Valid during the call.
 struct LayerAttention {
   int32_t layer;
   const Plan& plan;
@@ -70,14 +47,14 @@ struct LayerAttention {
 };
 using AttentionObserver = std::function<void(const LayerAttention&)>;
 
-// Logits of row `row` of item `item`, [vocab], valid during the call.
-using LogitsSink = std::function<void(int32_t item, int32_t row, const float* logits)>;
+// Logits of row `row` of item `item`, valid during the call.
+using LogitsSink = std::function<void(int32_t item, int32_t row, const LogitsRow& logits)>;
 
 class Decoder {
  public:
-  // `max_rows`: the most tokens of a step. settings: how each layer reads the cache, for sequences that do not say.
-  Decoder(const ModelConfig& config, const Weights& weights, const LayerSettings& settings, int32_t kv_dtype,
-          int32_t max_rows, ThreadPool& threads);
+  // settings: how each layer reads the cache, for sequences that do not say. `backend` computes; all caches have its
+  // memory.
+  Decoder(const ModelConfig& config, ModelBackend& backend, const LayerSettings& settings, ThreadPool& threads);
 
   // `flags`: whether each token of the vocabulary is punctuation; empty: none is.
   void SetPunctuation(std::vector<uint8_t> flags) { punctuation_ = std::move(flags); }
@@ -86,52 +63,33 @@ class Decoder {
   // Returns who looked before.
   AttentionObserver Observe(AttentionObserver observer) { return std::exchange(observer_, std::move(observer)); }
   // Runs the attention stage by stage, so that `times` has the selection apart: the same results, a little later.
-  void TimeStages(bool apart) { stages_apart_ = apart; }
+  void TimeStages(bool apart) { backend_.TimeStages(apart); }
   // Sequences may be read in different ways; those that are read alike are best side by side in the batch. Throws
   // phsa::Error where a sequence does not fit into its cache; then no sequence has changed.
   void Step(std::span<const BatchItem> batch, const LogitsSink& sink);
 
-  int32_t max_rows() const { return max_rows_; }
-  const StepTimes& times() const { return times_; }
+  int32_t max_rows() const { return backend_.max_rows(); }
+  const StepTimes& times() const { return backend_.times(); }
   const TokensRead& tokens_read() const { return tokens_read_; }
   // Of the last step, for each item of its batch.
   std::span<const TokensRead> step_tokens_read() const { return step_tokens_read_; }
-  // Bytes of all buffers that a decoder with these sizes holds, without making one.
-  static uint64_t WorkspaceBytes(const ModelConfig& config, int32_t kv_dtype, int32_t max_rows,
-                                 const AdapterSizes& adapter, int32_t num_threads);
 
  private:
-  struct Rows;  // the batch of the step, packed
-  struct Group;
-  void Append(std::span<const BatchItem> batch, Rows& rows);
-  void PlanGroup(Rows& rows, Group& group);
-  void Embed(const Rows& rows);
-  void Layer(int32_t index, const Rows& rows);
-  void Attend(int32_t index, const Rows& rows, const Group& group);
-  void EmitLogits(std::span<const BatchItem> batch, const Rows& rows, const LogitsSink& sink);
-  // y = x · Wᵀ + bias for each of the outputs, with what the adapter adds to them; changes `outputs`.
-  void Project(const float* x, int64_t x_stride, int32_t m, ActivationType activations, ActivationType activations_int8,
-               std::span<LinearOutput> outputs, const LowRank* adapter);
-  void Multiply(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
-                std::span<const LinearOutput> outputs);
+  struct GroupPlans;
+  void Append(std::span<const BatchItem> batch, StepRows& rows);
+  void CountTokensRead(const StepRows& rows);
+  GroupPlans PlanGroup(const StepRows& rows, const StepGroup& group) const;
+  PlanDesc Describe(const StepRows& rows, size_t first_item, size_t num_items, const Settings& settings) const;
+  void Attend(int32_t layer, const StepRows& rows, const StepGroup& group, const Plan& plan);
 
   const ModelConfig& config_;
-  const Weights& weights_;
+  ModelBackend& backend_;
   LayerSettings settings_;
-  int32_t kv_dtype_, max_rows_;
   ThreadPool& threads_;
-  RopeFrequencies rope_;
   std::vector<uint8_t> punctuation_;
-  // [max_rows][…]: the residual stream and its norm (hidden), q/k/v (heads), the MLP's two halves (intermediate).
-  Buffer residual_, normed_, queries_, keys_, values_, gate_, up_, projected_, cos_sin_, logits_;
-  Buffer attention_queries_, attention_out_;  // [max_rows][q heads · head_dim] in the cache's dtype
-  Buffer linear_workspace_, attention_workspace_;
-  Buffer low_rank_, added_;  // [max_rows][adapter rows], [max_rows][widths of the outputs of one x]
   AttentionObserver observer_;
-  bool stages_apart_ = false;
-  std::vector<float> lse_, selection_scores_;  // for the observer
-  std::vector<int32_t> selection_;             // for the observer, and between stages
-  StepTimes times_;
+  AttentionTrace trace_;  // for the observer
+  Buffer host_pages_;     // likewise, where the cache is not in host memory
   TokensRead tokens_read_;
   std::vector<TokensRead> step_tokens_read_;
 };

@@ -1,10 +1,7 @@
 #include "model/kv_cache.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
+#include <utility>
 
 #include "base/dtype.h"
 #include "base/errors.h"
@@ -70,23 +67,16 @@ size_t PageLayout::RepresentativeRoom(const ModelConfig& config, const LayerSett
   return most;
 }
 
-KvCache::KvCache(PageLayout layout, int32_t num_pages) : layout_(std::move(layout)), num_pages_(num_pages) {
-  PHSA_CHECK(num_pages > 0);
-  memory_bytes_ = layout_.page_bytes * static_cast<size_t>(num_pages);
-  void* const memory =
-      mmap(nullptr, memory_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) {
-    Throw(PHSA_OUT_OF_MEMORY, "cannot reserve {} bytes for the KV cache ({}); ask for a smaller context (-c)",
-          memory_bytes_, std::strerror(errno));
-  }
-  madvise(memory, memory_bytes_, MADV_HUGEPAGE);  // only a wish
-  memory_ = static_cast<uint8_t*>(memory);
+KvCache::KvCache(PageLayout layout, int32_t num_pages, std::unique_ptr<PageMemory> memory)
+    : layout_(std::move(layout)),
+      page_elements_(static_cast<int64_t>(layout_.page_bytes / DtypeSize(layout_.dtype))),
+      num_pages_(num_pages),
+      memory_(std::move(memory)) {
+  PHSA_CHECK(num_pages > 0 && memory_ != nullptr);
   free_.resize(static_cast<size_t>(num_pages));
   owners_.resize(static_cast<size_t>(num_pages));
   for (int32_t i = 0; i < num_pages; ++i) free_[static_cast<size_t>(i)] = num_pages - 1 - i;
 }
-
-KvCache::~KvCache() { munmap(memory_, memory_bytes_); }
 
 int32_t KvCache::TakePage() {
   if (free_.empty()) {
@@ -103,21 +93,20 @@ void KvCache::ReturnPage(int32_t page) {
   if (--owners_[static_cast<size_t>(page)] == 0) free_.push_back(page);
 }
 
-int64_t KvCache::page_elements() const { return static_cast<int64_t>(layout_.page_bytes / DtypeSize(layout_.dtype)); }
-
 KeyValues KvCache::View(int32_t layer, const int32_t* page_table, int64_t page_table_stride,
                         const PageLayout& layout) const {
   const PageLayout::Layer& at = layout.layers[static_cast<size_t>(layer)];
+  uint8_t* const memory = memory_->data();
   auto kv = Init<KeyValues>();
-  kv.k = memory_ + at.keys;
-  kv.v = memory_ + at.values;
+  kv.k = memory + at.keys;
+  kv.v = memory + at.values;
   kv.k_token_stride = kv.v_token_stride = layout_.head_dim;
   kv.k_head_stride = kv.v_head_stride = head_stride();
   kv.k_page_stride = kv.v_page_stride = page_elements();
-  kv.flags = memory_;
+  kv.flags = memory;
   kv.flags_page_stride = static_cast<int64_t>(layout_.page_bytes);
   if (at.rep_width > 0) {
-    kv.reps = memory_ + at.representatives;
+    kv.reps = memory + at.representatives;
     kv.rep_head_stride = at.rep_width;
     kv.rep_row_stride = int64_t{layout_.num_kv_heads} * at.rep_width;
     kv.rep_page_stride = page_elements();
@@ -169,8 +158,7 @@ size_t Sequence::FirstWrittenPage() const {
   return (tokens_.size() - std::min(tokens_.size(), overhang)) / kPageTokens;
 }
 
-void Sequence::Append(std::span<const int32_t> tokens, std::span<const uint8_t> flags) {
-  PHSA_CHECK(flags.empty() || flags.size() == tokens.size());
+void Sequence::Append(std::span<const int32_t> tokens) {
   if (tokens.empty()) return;
   if (PagesToAppend(static_cast<int32_t>(tokens.size())) > static_cast<size_t>(cache_->free_pages())) {
     ThrowInvalid("{} more tokens do not fit into the KV cache, which has room for {}; a larger context (-c) has more",
@@ -179,16 +167,12 @@ void Sequence::Append(std::span<const int32_t> tokens, std::span<const uint8_t> 
   for (size_t i = FirstWrittenPage(); i < pages_.size(); ++i) {
     if (!cache_->IsShared(pages_[i])) continue;
     const int32_t own = cache_->TakePage();
-    std::ranges::copy(cache_->PageBytes(pages_[i]), cache_->PageBytes(own).begin());
+    cache_->memory().Copy(pages_[i], own);
     cache_->ReturnPage(pages_[i]);
     pages_[i] = own;
   }
   const size_t needed = PagesFor(tokens_.size() + tokens.size());
   while (pages_.size() < needed) pages_.push_back(cache_->TakePage());
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    const size_t at = tokens_.size() + i;
-    cache_->Flags(pages_[at / kPageTokens])[at % kPageTokens] = flags.empty() ? uint8_t{0} : flags[i];
-  }
   tokens_.insert(tokens_.end(), tokens.begin(), tokens.end());
 }
 

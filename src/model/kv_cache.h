@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "io/model_source.h"
+#include "model/page_memory.h"
 #include "phsa/attention.h"
 #include "phsa/settings.h"
 
@@ -55,9 +56,8 @@ struct TextAttention {
 
 class KvCache {
  public:
-  // Address space for `num_pages`; memory is taken as pages are written.
-  KvCache(PageLayout layout, int32_t num_pages);
-  ~KvCache();
+  // `memory`: of `num_pages` such pages (ModelBackend::MakePages).
+  KvCache(PageLayout layout, int32_t num_pages, std::unique_ptr<PageMemory> memory);
   KvCache(const KvCache&) = delete;
   KvCache& operator=(const KvCache&) = delete;
 
@@ -71,11 +71,9 @@ class KvCache {
   void SharePage(int32_t page) { ++owners_[static_cast<size_t>(page)]; }
   void ReturnPage(int32_t page);  // one owner less; the last one frees it
   bool IsShared(int32_t page) const { return owners_[static_cast<size_t>(page)] > 1; }
-  std::span<uint8_t> PageBytes(int32_t page) const {
-    return {memory_ + static_cast<size_t>(page) * layout_.page_bytes, layout_.page_bytes};
-  }
+  PageMemory& memory() const { return *memory_; }
 
-  // What the attention of a layer reads; the page tables are the caller's.
+  // What the attention of a layer reads, where the memory is; the page tables are the caller's, and lie there too.
   // `layout`: that of the texts.
   KeyValues View(int32_t layer, const int32_t* page_table, int64_t page_table_stride, const PageLayout& layout) const;
   // Where token `offset` of `page` lies, in elements from View(layer).k or .v; heads are kPageTokens · head_dim apart.
@@ -83,14 +81,18 @@ class KvCache {
     return page * page_elements() + int64_t{offset} * layout_.head_dim;
   }
   int64_t head_stride() const { return int64_t{kPageTokens} * layout_.head_dim; }
-  uint8_t* Flags(int32_t page) const { return PageBytes(page).data(); }
+  // Where the flag of the token at this TokenElement lies, in bytes from memory().data().
+  int64_t FlagByte(int64_t token_element) const {
+    return token_element / page_elements() * static_cast<int64_t>(layout_.page_bytes) +
+           token_element % page_elements() / layout_.head_dim;
+  }
 
  private:
-  int64_t page_elements() const;
+  int64_t page_elements() const { return page_elements_; }
   PageLayout layout_;
+  int64_t page_elements_;  // of the cache's dtype
   int32_t num_pages_;
-  uint8_t* memory_ = nullptr;
-  size_t memory_bytes_ = 0;
+  std::unique_ptr<PageMemory> memory_;
   std::vector<int32_t> free_, owners_;
 };
 
@@ -120,8 +122,8 @@ class Sequence {
 
   // Pages that appending `count` tokens takes from the cache, copies of shared ones that it writes into included.
   size_t PagesToAppend(int32_t count) const;
-  // Makes room for these tokens and notes them and their flags; the model writes keys and values.
-  void Append(std::span<const int32_t> tokens, std::span<const uint8_t> flags);
+  // Makes room for these tokens and notes them; a step of the decoder writes their flags, keys and values.
+  void Append(std::span<const int32_t> tokens);
   void Truncate(int32_t length);
 
  private:

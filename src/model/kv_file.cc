@@ -107,18 +107,14 @@ std::string ModelFingerprint(const ModelSource& source) {
 void SaveSequence(const Sequence& sequence, const KvIdentity& identity, const std::filesystem::path& path) {
   const KvCache& cache = sequence.cache();
   const std::vector<int32_t>& tokens = sequence.tokens();
-  // The last page may hold more than this text.
-  std::vector<uint8_t> last;
-  if (const size_t used = tokens.size() % kPageTokens; used != 0) {
-    const std::span<const uint8_t> page = cache.PageBytes(sequence.pages().back());
-    last.assign(page.begin(), page.end());
-    ClearBeyond(cache.layout(), used, last);
-  }
+  std::vector<uint8_t> page(cache.layout().page_bytes);
   const auto for_each_part = [&](const auto& use) {
     use(tokens.data(), tokens.size() * sizeof(int32_t));
     for (size_t i = 0; i < sequence.pages().size(); ++i) {
-      const bool partial = !last.empty() && i + 1 == sequence.pages().size();
-      const std::span<const uint8_t> page = partial ? last : cache.PageBytes(sequence.pages()[i]);
+      cache.memory().Read(sequence.pages()[i], 0, page);
+      // The last page may hold more than this text.
+      const size_t used = std::min<size_t>(tokens.size() - i * kPageTokens, kPageTokens);
+      if (used < kPageTokens) ClearBeyond(cache.layout(), used, page);
       use(page.data(), page.size());
     }
   };
@@ -167,10 +163,10 @@ void RestoreSequence(Sequence& sequence, const KvIdentity& identity, std::span<c
   }
   std::vector<int32_t> tokens(count);
   std::memcpy(tokens.data(), begin, count * sizeof(int32_t));
-  sequence.Append(std::span(tokens).first(CommonPrefix(tokens, wanted)), {});
+  sequence.Append(std::span(tokens).first(CommonPrefix(tokens, wanted)));
   const uint8_t* page = begin + count * sizeof(int32_t);
   for (const int32_t own : sequence.pages()) {
-    std::copy_n(page, page_bytes, sequence.cache().PageBytes(own).begin());
+    sequence.cache().memory().Write(own, 0, {page, page_bytes});
     page += page_bytes;
   }
 }

@@ -5,7 +5,6 @@
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/steady_timer.hpp>
 #include <boost/beast/core/flat_buffer.hpp>
-#include <boost/beast/http.hpp>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -13,19 +12,12 @@
 #include <string>
 
 #include "server/access_log.h"
-#include "server/http_types.h"
+#include "server/http_parser.h"
 #include "server/server.h"
 
 namespace phsa::server {
 
 namespace asio = boost::asio;
-namespace beast = boost::beast;
-namespace http = boost::beast::http;
-
-// The request of a parser, without its body.
-HttpRequest RequestHead(const http::request_header<>& header);
-// The status for what the parser refuses.
-int ParserStatus(const beast::error_code& error);
 
 class Connection : public Exchange, public std::enable_shared_from_this<Connection> {
  public:

@@ -282,6 +282,7 @@ HttpResponse Service::Models(const HttpRequest& request) {
                       {"phsa",
                        {{"attention", Name(settings.policy)},
                         {"settings", Json::parse(SettingsToJson(model_.engine.options().attention))},
+                        {"device", model_.engine.device_name()},
                         {"weights", plan.weight_types},
                         {"kv_type", plan.kv_type},
                         {"cache_tokens", plan.cache_tokens},

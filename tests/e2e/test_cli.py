@@ -98,6 +98,9 @@ def test_a_tiny_model_runs_through_every_command(tiny, tmp_path):
     assert run_phsa("info", tiny).returncode == 0
     assert run_phsa("chat", "-m", tiny, "-n", 3, input="hello\n").returncode == 0
     assert run_phsa("bench", "-m", tiny, "-p", 8, "-n", 2, "-r", 1).returncode == 0
+    batches = run_phsa("bench", "-m", tiny, "-p", 8, "-n", 2, "-d", 20, "-b", "1,3", "-r", 1, "--json")
+    measured = [(row["test"], row["batch"]) for row in map(json.loads, batches.stdout.splitlines())]
+    assert measured == [("pp", 1), ("tg", 1), ("tg", 3)]
 
 
 def test_help_names_every_command():
@@ -119,6 +122,45 @@ def test_help_names_every_command():
         assert run_phsa(command, "--help").returncode == 0
 
 
+@pytest.fixture(scope="module")
+def no_gpu():
+    """Why there is none."""
+    why = json.loads(run_phsa("info", "--json").stdout)["cuda"]
+    if why == "available":
+        pytest.skip("there is a GPU")
+    return why
+
+
+def test_without_a_gpu_cuda_says_so_and_the_cpu_answers(tiny, no_gpu):
+    plain = run_phsa("run", "-m", tiny, "-p", "hello", "-n", 5, "--temp", 0, "--ignore-eos", "--device", "cpu")
+    assert plain.returncode == 0 and "device" not in plain.stderr
+    for flags, env in ((["--device", "cuda"], {}), (["--device", "cuda:1"], {}), ([], {"PHSA_DEVICE": "cuda"})):
+        done = run_phsa("run", "-m", tiny, "-p", "hello", "-n", 5, "--temp", 0, "--ignore-eos", *flags, env=env)
+        assert done.returncode == 0 and done.stdout == plain.stdout
+        notes = [line for line in done.stderr.splitlines() if line.startswith("device: ")]
+        assert len(notes) == 1 and no_gpu in notes[0] and "CPU" in notes[0], done.stderr
+    row = run_phsa("bench", "-m", tiny, "-p", 8, "-n", 0, "-r", 1, "--json", "--device", "cuda")
+    assert json.loads(row.stdout)["device"] == "cpu"
+
+
+def test_a_device_that_is_none_is_refused(tiny):
+    for name in ("gpu", "cuda:", "cuda:-1"):
+        refused(run_phsa("run", "-m", tiny, "-p", "x", f"--device={name}"), "--device", "auto, cpu, cuda")
+    refused(run_phsa("run", "-m", tiny, "-p", "x", env={"PHSA_DEVICE": "tpu"}), "tpu", "auto, cpu, cuda")
+    # A flag counts more than the environment.
+    assert (
+        run_phsa("run", "-m", tiny, "-p", "x", "-n", 1, "--device", "cpu", env={"PHSA_DEVICE": "tpu"}).returncode == 0
+    )
+
+
+def test_info_without_a_model_lists_the_devices():
+    lines = run_phsa("info").stdout.splitlines()
+    assert lines[0].startswith("phsa ") and lines[1].startswith("cpu ") and lines[2].startswith("cuda")
+    devices = json.loads(run_phsa("info", "--json").stdout)["devices"]
+    assert devices[0]["device"] == "cpu" and devices[0]["name"] and devices[0]["available_bytes"] > 0
+    refused(run_phsa("info", "--tensors"), "MODEL")
+
+
 def test_usage_errors_exit_with_2(tiny):
     for wrong in (["nonsense"], ["run"], ["run", "-m", tiny, "--no-such-flag"], ["run", "-m", tiny, "-n", "many"]):
         done = run_phsa(*wrong)
@@ -128,6 +170,7 @@ def test_usage_errors_exit_with_2(tiny):
     refused(run_phsa("run", "-m", tiny, "-p", "x", "-c", "100000"), "100000", "256")
     refused(run_phsa("run", "-m", tiny, "-p", "x", "--attention", "fast"), "fast", "phsa")
     refused(run_phsa("bench", "-m", tiny, "-p", "4x"), "4x")
+    refused(run_phsa("bench", "-m", tiny, "-p", 0, "-n", 2, "-b", 9, "--chunk", 8), "9", "8", "--chunk")
     refused(run_phsa("bench", "-m", tiny, "-p", "1000"), "1000", "256")
 
 

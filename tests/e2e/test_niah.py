@@ -108,6 +108,15 @@ def test_a_killed_run_goes_on_and_is_as_one_run(niah, smollm2, tmp_path):
     assert len(lines(killed)) == 13
 
 
+@pytest.mark.parametrize("scoring", ["--forced", None])
+def test_samples_read_together_are_as_one_by_one(niah, tmp_path, scoring):
+    command = ("--lengths", 512, "--samples", 5, *filter(None, [scoring]), "--attention", "dense,phsa", "-K", 2)
+    alone, together = tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
+    assert niah(*command, "--out", alone).returncode == 0
+    assert niah(*command, "--batch", 3, "--chunk", 1024, "--out", together).returncode == 0
+    assert results(alone) == results(together) and len(lines(together)) == 11
+
+
 def test_an_interrupted_run_says_how_to_go_on(smollm2, tmp_path):
     out = tmp_path / "out.jsonl"
     command = ["niah", "-m", smollm2, "--lengths", "1k", "--samples", "500", "--strict", "--out", out]

@@ -42,6 +42,17 @@ def _parts(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
         yield order[start : start + size]
 
 
+def _engine_device(device: str | None) -> str | None:
+    """The harness's ``--device`` as one of the engine's."""
+    if device in ("cuda", "cuda:0"):
+        # What the harness passes where the user says nothing, also without a GPU: a wish, not a condition.
+        return "auto"
+    if device is None or device == "cpu" or device.startswith("cuda:"):
+        return device
+    _log.warning("phsa's engine runs on the CPU or with CUDA; --device %s changes nothing", device)
+    return None
+
+
 @register_model("phsa")
 class PhsaLM(TemplateLM):
     """A model on phsa's engine. ``path`` is what ``phsa.LLM`` takes, and so are all keywords not named here."""
@@ -66,10 +77,8 @@ class PhsaLM(TemplateLM):
             raise ValueError("phsa: model_args needs path=…: a .gguf file, a Hugging Face folder or a model's name")
         if truncation not in _TRUNCATIONS:
             raise ValueError(f"phsa: truncation={truncation} is not one of {', '.join(_TRUNCATIONS)}")
-        if device not in (None, "cpu"):
-            # Not refused: the harness passes cuda:0 where the user says nothing.
-            _log.info("phsa's engine runs on the CPU; --device %s changes nothing", device)
-        self.llm = phsa.LLM(path, **keywords)
+        self.llm = phsa.LLM(path, device=_engine_device(device), **keywords)
+        _log.info("phsa runs on %s", self.llm.device)
         self.truncation = truncation
         self.add_bos_token = self.llm.add_bos if add_bos_token is None else add_bos_token
         self.think_end_token = think_end_token
@@ -123,6 +132,7 @@ class PhsaLM(TemplateLM):
         return {
             "phsa_version": phsa.__version__,
             "phsa_model": self.llm.name,
+            "phsa_device": self.llm.device,
             "phsa_attention": self.llm.attention,
             "phsa_context": self.llm.context,
         }

@@ -27,7 +27,7 @@ T* At(void* workspace, size_t offset) {
 
 // Where the parts of the workspace begin.
 struct Layout {
-  size_t reps = 0;       // after the tables: representatives, where the caller gives no room for them
+  size_t reps = 0;       // after the tables: representatives, where the caller gives no room for them, or on pages
   size_t selection = 0;  // lists, likewise
   size_t scratch = 0;    // of the kernels
   size_t end = 0;
@@ -152,10 +152,16 @@ BackwardParams BackwardShape(const PlanImpl& plan) {
   return p;
 }
 
+// Whether representatives on pages are copied together before blocks are chosen: it pays for many queries.
+bool CopiesReps(const PlanImpl& plan) {
+  constexpr int64_t kManyQueries = 256;
+  return plan.page_size != 0 && plan.num_queries >= kManyQueries;
+}
+
 Layout ForwardLayout(const PlanImpl& plan) {
   Layout layout;
   layout.reps = Aligned(Tables(plan).size);
-  layout.selection = layout.reps + Aligned(RepBytes(plan));
+  layout.selection = layout.reps + (plan.page_size == 0 || CopiesReps(plan) ? Aligned(RepBytes(plan)) : 0);
   const size_t lists = static_cast<size_t>(plan.num_queries) * plan.selection_heads * plan.top_k;
   layout.scratch = layout.selection + Aligned(lists * sizeof(int32_t));
   size_t scratch = SelectWorkspaceSize(MakeShape(plan), MakeBatch(plan));
@@ -230,6 +236,18 @@ ForwardParams FromC(const PlanImpl& plan, const phsa::ForwardParams& c, bool att
   return p;
 }
 
+void SelectBlocks(const PlanImpl& plan, const ForwardParams& p, void* workspace, cudaStream_t stream,
+                  const char* where) {
+  if (!CopiesReps(plan)) return Check(Select(p, stream), where);
+  ForwardParams packed = p;
+  packed.reps = {At<void>(workspace, ForwardLayout(plan).reps), int64_t{plan.num_kv_heads} * plan.rep_width,
+                 plan.rep_width, 0};
+  packed.batch.rep_starts = At<int64_t>(workspace, Tables(plan).packed_rep_starts);
+  packed.batch.page_size = 0;
+  Check(PackRepresentatives(p, packed.batch.rep_starts, packed.reps.data, stream), where);
+  Check(Select(packed, stream), where);
+}
+
 DecodeParams DecodeFromC(const PlanImpl& plan, const phsa::ForwardParams& c, const ForwardParams& p) {
   DecodeParams d = DecodeShape(plan);
   d.kv_lens = p.batch.kv_lens;
@@ -301,7 +319,7 @@ void Select(const PlanImpl& plan, const phsa::ForwardParams& params) {
   const ForwardParams p = FromC(plan, params, false, "select");
   UploadTables(plan, params.workspace, stream, "select");
   if (params.kv.reps == nullptr) Check(Represent(p, true, stream), "select");
-  Check(Select(p, stream), "select");
+  SelectBlocks(plan, p, params.workspace, stream, "select");
 }
 
 void Attend(const PlanImpl& plan, const phsa::ForwardParams& params) {
@@ -322,11 +340,22 @@ void Forward(const PlanImpl& plan, const phsa::ForwardParams& params) {
   }
   if (plan.top_k > 0) {
     Check(Represent(p, params.kv.reps == nullptr, stream), "forward");
-    Check(Select(p, stream), "forward");
+    SelectBlocks(plan, p, params.workspace, stream, "forward");
   } else if (params.kv.reps != nullptr && plan.num_reps > 0) {
     Check(Represent(p, false, stream), "forward");
   }
   Check(Attend(p, stream), "forward");
+}
+
+bool PrepareDecode(const PlanImpl& plan, const phsa::ForwardParams& params, const int32_t* kv_lens, const float* lambda,
+                   DecodeParams* decode) {
+  if (!IsDecode(plan)) return false;
+  *decode = DecodeFromC(plan, params, FromC(plan, params, true, "decode"));
+  decode->kv_lens = kv_lens;
+  decode->head_lambda = lambda;
+  decode->workspace = params.workspace;
+  decode->workspace_size = params.workspace_size;
+  return true;
 }
 
 void Backward(const PlanImpl& plan, const phsa::BackwardParams& params) {

@@ -18,6 +18,13 @@ void Attend(const PlanImpl& plan, const phsa::ForwardParams& params);
 void Forward(const PlanImpl& plan, const phsa::ForwardParams& params);
 void Backward(const PlanImpl& plan, const phsa::BackwardParams& params);
 
+// A plan of one query a sequence as the decode kernels take it, for CUDA graphs that are replayed while sequences grow:
+// nothing is copied from the plan, whose lengths are upper limits. False where these kernels cannot run it.
+// kv_lens: device [num_seqs]; lambda: device [num_kv_heads]. The workspace takes DecodeWorkspaceSize(*decode) bytes.
+struct DecodeParams;
+bool PrepareDecode(const PlanImpl& plan, const phsa::ForwardParams& params, const int32_t* kv_lens, const float* lambda,
+                   DecodeParams* decode);
+
 }  // namespace phsa::cuda
 
 #endif  // PHSA_ATTENTION_CUDA_BACKEND_H_

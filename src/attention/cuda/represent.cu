@@ -71,6 +71,19 @@ __global__ __launch_bounds__(kThreads) void RepresentKernel(const __grid_constan
   }
 }
 
+// A thread copies 16 bytes.
+__global__ __launch_bounds__(kThreads) void PackKernel(const __grid_constant__ ForwardParams p, const int64_t* starts,
+                                                       uint4* to) {
+  const int seq = blockIdx.y;
+  const int head_pieces = p.shape.head_dim / 8, row_pieces = p.shape.num_kv_heads * head_pieces;
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int row = static_cast<int>(item / row_pieces), piece = static_cast<int>(item % row_pieces);
+  if (row >= p.batch.kv_lens[seq] / kBlock) return;
+  const auto* from = static_cast<const uint16_t*>(p.reps.data) + RepOffset(p.batch, p.reps, seq, row) +
+                     piece / head_pieces * p.reps.head_stride + piece % head_pieces * 8;
+  to[(starts[seq] + row) * row_pieces + piece] = *reinterpret_cast<const uint4*>(from);
+}
+
 template <typename T, int kHeadDim>
 cudaError_t Launch(const ForwardParams& p, bool all_blocks, cudaStream_t stream) {
   const int64_t blocks = all_blocks ? p.batch.max_kv_len / kBlock : p.batch.max_q_len / kBlock + 1;
@@ -89,6 +102,15 @@ cudaError_t Represent(const ForwardParams& p, bool all_blocks, cudaStream_t stre
     return bf ? Launch<bf16, 128>(p, all_blocks, stream) : Launch<half, 128>(p, all_blocks, stream);
   }
   return bf ? Launch<bf16, 64>(p, all_blocks, stream) : Launch<half, 64>(p, all_blocks, stream);
+}
+
+cudaError_t PackRepresentatives(const ForwardParams& p, const int64_t* starts, void* to, cudaStream_t stream) {
+  const int64_t pieces =
+      static_cast<int64_t>(p.batch.max_kv_len / kBlock) * p.shape.num_kv_heads * p.shape.head_dim / 8;
+  const dim3 grid(static_cast<unsigned>((pieces + kThreads - 1) / kThreads), p.batch.num_seqs);
+  if (grid.x == 0 || grid.y == 0) return cudaSuccess;
+  PackKernel<<<grid, kThreads, 0, stream>>>(p, starts, static_cast<uint4*>(to));
+  return cudaGetLastError();
 }
 
 }  // namespace phsa::cuda

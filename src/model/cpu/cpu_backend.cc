@@ -1,0 +1,397 @@
+#include "model/cpu/cpu_backend.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <set>
+#include <utility>
+
+#include "base/buffer.h"
+#include "base/dtype.h"
+#include "base/errors.h"
+#include "base/memory.h"
+#include "model/rope.h"
+#include "ops/layers.h"
+
+namespace phsa {
+namespace {
+
+// Logits of many rows are made this many at a time: a whole chunk of them would take more memory than the weights.
+constexpr int32_t kLogitRows = 32;
+
+using Clock = std::chrono::steady_clock;
+
+double SecondsSince(Clock::time_point& from) {
+  const Clock::time_point now = Clock::now();
+  const double seconds = std::chrono::duration<double>(now - from).count();
+  from = now;
+  return seconds;
+}
+
+// f32 and bf16 weights have one type of activations; the packed ones leave a choice.
+ActivationType ActivationsFor(WeightType weights, ActivationType wanted, ActivationType wanted_int8) {
+  switch (weights) {
+    case WeightType::kF32: return ActivationType::kF32;
+    case WeightType::kBf16: return ActivationType::kBf16;
+    case WeightType::kInt8: return wanted_int8;
+    case WeightType::kInt4: return wanted;
+  }
+  return wanted;
+}
+
+const float* Data(const Vector& vector) { return vector.empty() ? nullptr : vector.data(); }
+
+struct BufferSizes {
+  size_t residual, projected, queries, keys, intermediate, cos_sin, logits, attention_queries, linear, low_rank, added;
+};
+
+BufferSizes SizesOf(const ModelConfig& config, int32_t kv_dtype, int32_t max_rows, const AdapterSizes& adapter,
+                    int32_t num_threads) {
+  const auto m = static_cast<size_t>(max_rows);
+  const auto q_width = static_cast<size_t>(config.num_q_heads) * static_cast<size_t>(config.head_dim);
+  const auto kv_width = static_cast<size_t>(config.num_kv_heads) * static_cast<size_t>(config.head_dim);
+  std::set<int32_t> columns = adapter.ranks;
+  columns.insert({config.hidden, config.intermediate, static_cast<int32_t>(q_width)});
+  size_t linear = 0;
+  for (const WeightType weights : {WeightType::kF32, WeightType::kBf16, WeightType::kInt8, WeightType::kInt4}) {
+    for (const ActivationType activations : {ActivationType::kF32, ActivationType::kBf16, ActivationType::kInt8}) {
+      if (weights == WeightType::kF32 && activations != ActivationType::kF32) continue;
+      if (weights == WeightType::kBf16 && activations != ActivationType::kBf16) continue;
+      for (const int32_t cols : columns) {
+        linear = std::max(linear, LinearWorkspaceSize(weights, activations, max_rows, cols, num_threads));
+      }
+    }
+  }
+  const size_t widest = std::max(
+      {q_width + 2 * kv_width, static_cast<size_t>(config.hidden), 2 * static_cast<size_t>(config.intermediate)});
+  const auto logit_rows = static_cast<size_t>(std::min(max_rows, kLogitRows));
+  return {.residual = m * static_cast<size_t>(config.hidden) * sizeof(float),
+          .projected = m * static_cast<size_t>(config.hidden) * sizeof(float),
+          .queries = m * q_width * sizeof(float),
+          .keys = m * kv_width * sizeof(float),
+          .intermediate = m * static_cast<size_t>(config.intermediate) * sizeof(float),
+          .cos_sin = m * static_cast<size_t>(config.head_dim) * sizeof(float),
+          .logits = logit_rows * static_cast<size_t>(config.vocab_size) * sizeof(float),
+          .attention_queries = m * q_width * DtypeSize(kv_dtype),
+          .linear = linear,
+          .low_rank = m * static_cast<size_t>(adapter.rows) * sizeof(float),
+          .added = adapter.rows > 0 ? m * widest * sizeof(float) : 0};
+}
+
+class CpuModelBackend final : public ModelBackend {
+ public:
+  CpuModelBackend(const ModelConfig& config, Weights weights, const BackendOptions& options, ThreadPool& threads);
+
+  int32_t device() const override { return PHSA_DEVICE_CPU; }
+  std::string device_name() const override { return "cpu"; }
+  int32_t max_rows() const override { return max_rows_; }
+  std::unique_ptr<PageMemory> MakePages(size_t page_bytes, int32_t num_pages) override {
+    return MakeHostPages(page_bytes, num_pages);
+  }
+  void Begin(const StepRows& rows) override;
+  bool RunLayers(const StepRows&) override { return false; }
+  void QueriesKeysValues(int32_t layer) override;
+  void Attend(int32_t layer, const StepGroup& group, const Plan& plan, AttentionTrace* trace) override;
+  void OutputAndMlp(int32_t layer) override;
+  void Logits(const std::function<void(size_t wanted, const LogitsRow& logits)>& use) override;
+  void TimeStages(bool apart) override { stages_apart_ = apart; }
+  const StepTimes& times() const override { return times_; }
+
+ private:
+  // y = x · Wᵀ + bias for each of the outputs, with what the adapter adds to them; changes `outputs`.
+  void Project(const float* x, int64_t x_stride, int32_t m, ActivationType activations, ActivationType activations_int8,
+               std::span<LinearOutput> outputs, const LowRank* adapter);
+  void Multiply(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
+                std::span<const LinearOutput> outputs);
+
+  const ModelConfig& config_;
+  const Weights weights_;
+  const int32_t kv_dtype_, max_rows_;
+  ThreadPool& threads_;
+  const RopeFrequencies rope_;
+  const StepRows* rows_ = nullptr;  // of the step
+  // [max_rows][…]: the residual stream and its norm (hidden), q/k/v (heads), the MLP's two halves (intermediate).
+  Buffer residual_, normed_, queries_, keys_, values_, gate_, up_, projected_, cos_sin_, logits_;
+  Buffer attention_queries_, attention_out_;  // [max_rows][q heads · head_dim] in the cache's dtype
+  Buffer linear_workspace_, attention_workspace_;
+  Buffer low_rank_, added_;  // [max_rows][adapter rows], [max_rows][widths of the outputs of one x]
+  bool stages_apart_ = false;
+  std::vector<int32_t> selection_;  // between stages
+  StepTimes times_;
+};
+
+CpuModelBackend::CpuModelBackend(const ModelConfig& config, Weights weights, const BackendOptions& options,
+                                 ThreadPool& threads)
+    : config_(config),
+      weights_(std::move(weights)),
+      kv_dtype_(options.kv_dtype),
+      max_rows_(options.max_rows),
+      threads_(threads),
+      rope_(MakeRope(config)) {
+  const BufferSizes sizes = SizesOf(config, kv_dtype_, max_rows_, weights_.adapter, threads.num_threads());
+  residual_ = Buffer(sizes.residual);
+  normed_ = Buffer(sizes.residual);
+  projected_ = Buffer(sizes.projected);
+  queries_ = Buffer(sizes.queries);
+  keys_ = Buffer(sizes.keys);
+  values_ = Buffer(sizes.keys);
+  gate_ = Buffer(sizes.intermediate);
+  up_ = Buffer(sizes.intermediate);
+  cos_sin_ = Buffer(sizes.cos_sin);
+  logits_ = Buffer(sizes.logits);
+  attention_queries_ = Buffer(sizes.attention_queries);
+  attention_out_ = Buffer(sizes.attention_queries);
+  linear_workspace_ = Buffer(sizes.linear);
+  low_rank_ = Buffer(sizes.low_rank);
+  added_ = Buffer(sizes.added);
+}
+
+void CpuModelBackend::Begin(const StepRows& rows) {
+  PHSA_CHECK(rows.count <= max_rows_ && rows.cache->layout().dtype == kv_dtype_);
+  rows_ = &rows;
+  Clock::time_point clock = Clock::now();
+  uint8_t* const pages = rows.cache->memory().data();
+  for (size_t row = 0; row < rows.flags.size(); ++row) {
+    pages[rows.cache->FlagByte(rows.cache_rows[row])] = rows.flags[row];
+  }
+  const int32_t hidden = config_.hidden;
+  for (int32_t row = 0; row < rows.count; ++row) {
+    weights_.embedding.GetRow(rows.tokens[static_cast<size_t>(row)], residual_.floats() + int64_t{row} * hidden);
+  }
+  RopeTable(rows.positions.data(), rows.count, rope_.frequencies.data(), config_.head_dim / 2, rope_.factor,
+            cos_sin_.floats(), threads_.executor());
+  RmsNorm(residual_.floats(), hidden, rows.count, hidden, weights_.layers.front().attention_norm.data(),
+          config_.rms_eps, normed_.floats(), hidden, threads_.executor());
+  times_.other += SecondsSince(clock);
+}
+
+void CpuModelBackend::Multiply(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
+                               std::span<const LinearOutput> outputs) {
+  Linear(x, x_stride, m, activations, outputs, linear_workspace_.data(), linear_workspace_.size(), threads_.executor());
+}
+
+void CpuModelBackend::Project(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
+                              ActivationType activations_int8, std::span<LinearOutput> outputs,
+                              const LowRank* adapter) {
+  const bool adapts = adapter != nullptr && adapter->a.rows() > 0;
+  if (adapts) {
+    // First, so that what is added to one row can go with its product in the place of the bias; added to several rows
+    // afterwards it is the same sum, to the last bit.
+    const int64_t rank = adapter->a.rows();
+    const LinearOutput low[] = {{&adapter->a, nullptr, low_rank_.floats(), rank}};
+    const ActivationType type = ActivationsFor(adapter->a.type(), activations, activations_int8);
+    Multiply(x, x_stride, m, type, low);
+    float* added = added_.floats();
+    for (const LowRank::Part& part : adapter->parts) {
+      LinearOutput& output = outputs[part.output];
+      const LinearOutput delta[] = {{&part.b, output.bias, added, part.b.rows()}};
+      Multiply(low_rank_.floats() + part.first, rank, m, type, delta);
+      output.bias = m == 1 ? added : nullptr;
+      added += int64_t{m} * part.b.rows();
+    }
+  }
+  // Products of one weight type go in one call; a file may mix types within a layer.
+  std::vector<LinearOutput> call;
+  size_t done = 0;
+  for (const WeightType type : {WeightType::kF32, WeightType::kBf16, WeightType::kInt8, WeightType::kInt4}) {
+    call.clear();
+    for (const LinearOutput& output : outputs) {
+      if (output.weights->type() == type) call.push_back(output);
+    }
+    if (call.empty()) continue;
+    Multiply(x, x_stride, m, ActivationsFor(type, activations, activations_int8), call);
+    done += call.size();
+    if (done == outputs.size()) break;
+  }
+  if (!adapts || m == 1) return;
+  const float* added = added_.floats();
+  for (const LowRank::Part& part : adapter->parts) {
+    const LinearOutput& output = outputs[part.output];
+    AddRows(output.y, output.y_stride, added, part.b.rows(), m, part.b.rows(), threads_.executor());
+    added += int64_t{m} * part.b.rows();
+  }
+}
+
+void CpuModelBackend::QueriesKeysValues(int32_t layer) {
+  const LayerWeights& w = weights_.layers[static_cast<size_t>(layer)];
+  const phsa_executor executor = threads_.executor();
+  const KvCache& cache = *rows_->cache;
+  const int32_t m = rows_->count;
+  const int32_t q_width = config_.num_q_heads * config_.head_dim, kv_width = config_.num_kv_heads * config_.head_dim;
+  Clock::time_point clock = Clock::now();
+  LinearOutput qkv[] = {{&w.q, Data(w.q_bias), queries_.floats(), q_width},
+                        {&w.k, Data(w.k_bias), keys_.floats(), kv_width},
+                        {&w.v, Data(w.v_bias), values_.floats(), kv_width}};
+  Project(normed_.floats(), config_.hidden, m, weights_.activations.qkv, weights_.activations.layer_int8, qkv,
+          &w.qkv_adapter);
+  times_.products += SecondsSince(clock);
+
+  const KeyValues kv = cache.View(layer, rows_->page_table.data(), rows_->page_table_stride, cache.layout());
+  RopeParams rope;
+  rope.m = m;
+  rope.head_dim = config_.head_dim;
+  rope.cos_sin = cos_sin_.floats();
+  rope.eps = config_.rms_eps;
+  rope.out_dtype = kv_dtype_;
+  rope.x = queries_.floats();
+  rope.x_stride = q_width;
+  rope.heads = config_.num_q_heads;
+  rope.norm = Data(w.q_norm);
+  rope.out = attention_queries_.data();
+  rope.out_row_stride = q_width;
+  rope.out_head_stride = config_.head_dim;
+  Rope(rope, executor);
+  rope.x = keys_.floats();
+  rope.x_stride = kv_width;
+  rope.heads = config_.num_kv_heads;
+  rope.norm = Data(w.k_norm);
+  rope.out = const_cast<void*>(kv.k);
+  rope.out_rows = rows_->cache_rows.data();
+  rope.out_head_stride = cache.head_stride();
+  Rope(rope, executor);
+  for (int32_t head = 0; head < config_.num_kv_heads; ++head) {
+    auto* const out = static_cast<uint8_t*>(const_cast<void*>(kv.v)) +
+                      static_cast<size_t>(head * cache.head_stride()) * DtypeSize(kv_dtype_);
+    StoreRows(values_.floats() + head * config_.head_dim, kv_width, m, config_.head_dim, kv_dtype_, out,
+              rows_->cache_rows.data(), 0, executor);
+  }
+  times_.other += SecondsSince(clock);
+}
+
+void CpuModelBackend::Attend(int32_t layer, const StepGroup& group, const Plan& plan, AttentionTrace* trace) {
+  // Texts grow: with some room to spare, it need not be taken anew for every token.
+  if (attention_workspace_.size() < plan.WorkspaceSize()) {
+    attention_workspace_.Reserve(plan.WorkspaceSize() + plan.WorkspaceSize() / 4);
+  }
+  const int32_t q_width = config_.num_q_heads * config_.head_dim;
+  const size_t first = static_cast<size_t>(group.first_row) * static_cast<size_t>(q_width) * DtypeSize(kv_dtype_);
+  auto forward = Init<ForwardParams>();
+  forward.q = attention_queries_.data() + first;
+  forward.q_token_stride = q_width;
+  forward.q_head_stride = config_.head_dim;
+  forward.kv = rows_->cache->View(
+      layer, rows_->page_table.data() + static_cast<int64_t>(group.first_item) * rows_->page_table_stride,
+      rows_->page_table_stride, *group.layout);
+  forward.out = attention_out_.data() + first;
+  forward.out_token_stride = q_width;
+  forward.out_head_stride = config_.head_dim;
+  forward.workspace = attention_workspace_.data();
+  forward.workspace_size = attention_workspace_.size();
+  forward.executor = threads_.executor();
+  const auto count = static_cast<size_t>(group.num_rows);
+  const size_t slots = count * static_cast<size_t>(plan.SelectionHeads()) * static_cast<size_t>(plan.SelectionSlots());
+  const bool apart = stages_apart_ && slots > 0;
+  if (apart) {
+    selection_.resize(slots);
+    forward.selection = selection_.data();
+  }
+  if (trace != nullptr) {
+    trace->queries = forward.q;
+    trace->lse.resize(count * static_cast<size_t>(config_.num_q_heads));
+    trace->selection.resize(slots);
+    trace->selection_scores.resize(slots);
+    forward.lse = trace->lse.data();
+    if (slots > 0) {
+      forward.selection = trace->selection.data();
+      forward.selection_scores = trace->selection_scores.data();
+    }
+  }
+  Clock::time_point clock = Clock::now();
+  if (apart) {
+    plan.Represent(forward);
+    plan.Select(forward);
+    times_.selection += SecondsSince(clock);
+    plan.Attend(forward);
+  } else {
+    plan.Forward(forward);
+  }
+  times_.attention += SecondsSince(clock);
+}
+
+void CpuModelBackend::OutputAndMlp(int32_t layer) {
+  const LayerWeights& w = weights_.layers[static_cast<size_t>(layer)];
+  const phsa_executor executor = threads_.executor();
+  const int32_t m = rows_->count, hidden = config_.hidden, intermediate = config_.intermediate;
+  const int32_t q_width = config_.num_q_heads * config_.head_dim;
+  Clock::time_point clock = Clock::now();
+  // The queries are read; their buffer takes the attention's output as f32.
+  LoadRows(kv_dtype_, attention_out_.data(), q_width, m, q_width, queries_.floats(), q_width, executor);
+  times_.other += SecondsSince(clock);
+  LinearOutput output[] = {{&w.o, Data(w.o_bias), projected_.floats(), hidden}};
+  Project(queries_.floats(), q_width, m, weights_.activations.other, weights_.activations.layer_int8, output,
+          &w.o_adapter);
+  times_.products += SecondsSince(clock);
+
+  AddRmsNorm(residual_.floats(), hidden, projected_.floats(), hidden, m, hidden, w.mlp_norm.data(), config_.rms_eps,
+             normed_.floats(), hidden, executor);
+  times_.other += SecondsSince(clock);
+  LinearOutput halves[] = {{&w.gate, Data(w.gate_bias), gate_.floats(), intermediate},
+                           {&w.up, Data(w.up_bias), up_.floats(), intermediate}};
+  Project(normed_.floats(), hidden, m, weights_.activations.gate_up, weights_.activations.layer_int8, halves,
+          &w.gate_up_adapter);
+  times_.products += SecondsSince(clock);
+  SiluMul(gate_.floats(), intermediate, up_.floats(), intermediate, m, intermediate, gate_.floats(), intermediate,
+          executor);
+  times_.other += SecondsSince(clock);
+  LinearOutput down[] = {{&w.down, Data(w.down_bias), projected_.floats(), hidden}};
+  Project(gate_.floats(), intermediate, m, weights_.activations.other, weights_.activations.layer_int8, down,
+          &w.down_adapter);
+  times_.products += SecondsSince(clock);
+
+  // The next layer's norm, or the model's last one, in the same pass over the residual stream.
+  const Vector& next = layer + 1 < config_.num_layers ? weights_.layers[static_cast<size_t>(layer) + 1].attention_norm
+                                                      : weights_.final_norm;
+  AddRmsNorm(residual_.floats(), hidden, projected_.floats(), hidden, m, hidden, next.data(), config_.rms_eps,
+             normed_.floats(), hidden, executor);
+  times_.other += SecondsSince(clock);
+}
+
+void CpuModelBackend::Logits(const std::function<void(size_t wanted, const LogitsRow& logits)>& use) {
+  const std::vector<StepRows::Wanted>& wanted = rows_->wanted;
+  const int32_t hidden = config_.hidden;
+  const auto vocab = static_cast<size_t>(config_.vocab_size);
+  for (size_t first = 0; first < wanted.size(); first += kLogitRows) {
+    const auto count = static_cast<int32_t>(std::min<size_t>(kLogitRows, wanted.size() - first));
+    Clock::time_point clock = Clock::now();
+    // Rows that are wanted, side by side; the residual stream is not needed any more.
+    for (int32_t i = 0; i < count; ++i) {
+      std::memcpy(residual_.floats() + int64_t{i} * hidden,
+                  normed_.floats() + int64_t{wanted[first + static_cast<size_t>(i)].row} * hidden,
+                  static_cast<size_t>(hidden) * sizeof(float));
+    }
+    LinearOutput output[] = {{&weights_.logits(), nullptr, logits_.floats(), config_.vocab_size}};
+    Project(residual_.floats(), hidden, count, weights_.activations.logits, weights_.activations.logits, output,
+            nullptr);
+    times_.products += SecondsSince(clock);
+    for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
+      use(first + i, HostLogitsRow({logits_.floats() + i * vocab, vocab}));
+    }
+  }
+}
+
+}  // namespace
+
+BackendSizes CpuBackendSizes(const ModelSource& source, const BackendOptions& options, int32_t num_threads) {
+  const WeightsPlan weights = PlanWeights(source, options.weights);
+  const BufferSizes s = SizesOf(source.config(), options.kv_dtype, options.max_rows, weights.adapter, num_threads);
+  BackendSizes sizes;
+  sizes.weights = weights.bytes;
+  sizes.weight_types = weights.types;
+  sizes.workspace = 2 * s.residual + s.projected + s.queries + 2 * s.keys + 2 * s.intermediate + s.cos_sin + s.logits +
+                    2 * s.attention_queries + s.linear + s.low_rank + s.added;
+  sizes.available = AvailableMemory();
+  return sizes;
+}
+
+std::unique_ptr<ModelBackend> MakeCpuBackend(const ModelSource& source, const BackendOptions& options,
+                                             ThreadPool& threads, const LoadProgress& progress) {
+  bool stopped = false;
+  Weights weights = LoadWeights(source, options.weights, threads, [&](double share) {
+    stopped = !progress(share);
+    return !stopped;
+  });
+  if (stopped) return nullptr;
+  return std::make_unique<CpuModelBackend>(source.config(), std::move(weights), options, threads);
+}
+
+}  // namespace phsa

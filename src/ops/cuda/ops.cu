@@ -1,0 +1,605 @@
+#include "ops/cuda/ops.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+namespace phsa::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+
+unsigned Blocks(int64_t items, int per_block) { return static_cast<unsigned>((items + per_block - 1) / per_block); }
+
+// Eight elements of 2 bytes: what a thread loads and stores at a time.
+template <typename T>
+struct Eight;
+template <>
+struct Eight<__nv_bfloat16> {
+  static __device__ float2 Unpack(uint32_t x) { return __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(x)); }
+  static __device__ uint32_t Pack(float x, float y) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+};
+template <>
+struct Eight<__half> {
+  static __device__ float2 Unpack(uint32_t x) { return __half22float2(reinterpret_cast<__half2&>(x)); }
+  static __device__ uint32_t Pack(float x, float y) {
+    const __half2 pair = __floats2half2_rn(x, y);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ void Unpack(const uint4& words, float (&x)[8]) {
+  const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = Eight<T>::Unpack(word[i]);
+    x[2 * i] = pair.x;
+    x[2 * i + 1] = pair.y;
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void Load(const T* from, float (&x)[8]) {
+  Unpack<T>(*reinterpret_cast<const uint4*>(from), x);
+}
+
+__device__ __forceinline__ void Load(const float* from, float (&x)[8]) {
+  *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(from);
+  *reinterpret_cast<float4*>(x + 4) = *reinterpret_cast<const float4*>(from + 4);
+}
+
+template <typename T>
+__device__ __forceinline__ void Store(const float (&x)[8], T* to) {
+  uint32_t word[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) word[i] = Eight<T>::Pack(x[2 * i], x[2 * i + 1]);
+  *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+__device__ __forceinline__ float Silu(float x) { return x / (1.0f + __expf(-x)); }
+
+__device__ __forceinline__ float WarpSum(float x) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+__device__ __forceinline__ float WarpMax(float x) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+
+// Over the thread block, in one order. `shared` has room for a float of each warp, and is free again after the next
+// barrier.
+__device__ float BlockSum(float x, float* shared) {
+  x = WarpSum(x);
+  if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  float sum = 0;
+  for (unsigned i = 0; i < blockDim.x / kWarp; ++i) sum += shared[i];
+  return sum;
+}
+
+__device__ float BlockMax(float x, float* shared) {
+  x = WarpMax(x);
+  if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  float most = shared[0];
+  for (unsigned i = 1; i < blockDim.x / kWarp; ++i) most = fmaxf(most, shared[i]);
+  return most;
+}
+
+// One thread block per row. The second pass finds the row in the cache.
+enum class From { kRow, kNamedRow, kEmbedding };
+
+constexpr int kNormThreads = 512;
+
+template <From kFrom>
+__global__ __launch_bounds__(kNormThreads) void NormKernel(NormParams p, const int32_t* rows,
+                                                           const __nv_bfloat16* embedding) {
+  __shared__ float shared[kNormThreads / kWarp];
+  const int64_t row = blockIdx.x;
+  float* const x = p.x + (kFrom == From::kNamedRow ? int64_t{rows[row]} : row) * p.dim;
+  const __nv_bfloat16* const source = kFrom == From::kEmbedding ? embedding + int64_t{rows[row]} * p.dim : nullptr;
+  const int step = static_cast<int>(blockDim.x) * 8;
+  float values[8], sum = 0;
+  for (int i = static_cast<int>(threadIdx.x) * 8; i < p.dim; i += step) {
+    if constexpr (kFrom == From::kEmbedding) {
+      Load(source + i, values);
+      *reinterpret_cast<float4*>(x + i) = *reinterpret_cast<const float4*>(values);
+      *reinterpret_cast<float4*>(x + i + 4) = *reinterpret_cast<const float4*>(values + 4);
+    } else {
+      Load(x + i, values);
+    }
+#pragma unroll
+    for (const float value : values) sum += value * value;
+  }
+  const float scale = rsqrtf(BlockSum(sum, shared) / static_cast<float>(p.dim) + p.eps);
+  for (int i = static_cast<int>(threadIdx.x) * 8; i < p.dim; i += step) {
+    float weight[8];
+    Load(x + i, values);
+    Load(p.weight + i, weight);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) values[j] = values[j] * scale * weight[j];
+    Store(values, static_cast<__nv_bfloat16*>(p.out) + row * p.dim + i);
+  }
+}
+
+template <From kFrom>
+cudaError_t LaunchNorm(const NormParams& p, const int32_t* rows, const void* embedding, cudaStream_t stream) {
+  const int threads = std::clamp((p.dim / 8 + kWarp - 1) / kWarp * kWarp, kWarp, kNormThreads);
+  NormKernel<kFrom>
+      <<<static_cast<unsigned>(p.m), threads, 0, stream>>>(p, rows, static_cast<const __nv_bfloat16*>(embedding));
+  return cudaGetLastError();
+}
+
+// A warp has one row of the weights, or a row of gate and the same of up. Its first pieces are on their way while the
+// thread block puts x into shared memory.
+constexpr int kRowPieces = 8;  // of 16 bytes, that a lane has on their way at a time
+
+template <int kRows, FewRowsParams::Result kResult>
+__global__ __launch_bounds__(kThreads) void FewRowsKernel(FewRowsParams p) {
+  using Result = FewRowsParams::Result;
+  constexpr int kWarps = kThreads / kWarp, kMatrices = kResult == Result::kSiluMul ? 2 : 1;
+  constexpr int kPieces = kRowPieces / kMatrices;
+  extern __shared__ uint4 x_pieces[];  // bf16 [kRows][k]
+  __shared__ float shared[kRows][kWarps];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
+  const int pieces = p.k / 8;
+  const int column = static_cast<int>(blockIdx.x) * kWarps + warp;
+  const bool mine = column < p.n;
+  const uint4* weights[kMatrices];
+#pragma unroll
+  for (int i = 0; i < kMatrices; ++i) {
+    weights[i] = static_cast<const uint4*>(p.weights) + (int64_t{i} * p.n + (mine ? column : 0)) * pieces;
+  }
+  uint4 held[kMatrices][kPieces];
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int at = first + j * kWarp + lane;
+#pragma unroll
+      for (int i = 0; i < kMatrices; ++i) held[i][j] = mine && at < pieces ? weights[i][at] : uint4{};
+    }
+  };
+  load(0);
+  // Lane r ends up with the sum of row r.
+  float before = 0;
+  if constexpr (kResult == Result::kAddToF32) {
+    if (mine && lane < kRows) before = static_cast<const float*>(p.y)[int64_t{lane} * p.n + column];
+  }
+
+  if constexpr (kResult != Result::kAddToF32) {
+    const auto* const x = static_cast<const float*>(p.x);
+    float sums[kRows] = {}, values[8], scale[8];
+    for (int at = thread; at < pieces; at += kThreads) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        Load(x + (int64_t{r} * pieces + at) * 8, values);
+#pragma unroll
+        for (const float value : values) sums[r] += value * value;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) sums[r] = BlockSum(sums[r], shared[r]);
+    for (int at = thread; at < pieces; at += kThreads) {
+      Load(p.norm + at * 8, scale);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float factor = rsqrtf(sums[r] / static_cast<float>(p.k) + p.eps);
+        Load(x + (int64_t{r} * pieces + at) * 8, values);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) values[i] = values[i] * factor * scale[i];
+        Store(values, reinterpret_cast<__nv_bfloat16*>(x_pieces + r * pieces + at));
+      }
+    }
+  } else {
+    for (int at = thread; at < kRows * pieces; at += kThreads) x_pieces[at] = static_cast<const uint4*>(p.x)[at];
+  }
+  __syncthreads();
+
+  float sums[kMatrices][kRows] = {};
+  for (int first = 0; first < pieces; first += kPieces * kWarp) {
+    if (first > 0) load(first);
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int at = first + j * kWarp + lane;
+      if (at >= pieces) break;
+      float w[kMatrices][8], x[8];
+#pragma unroll
+      for (int i = 0; i < kMatrices; ++i) Unpack<__nv_bfloat16>(held[i][j], w[i]);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        Unpack<__nv_bfloat16>(x_pieces[r * pieces + at], x);
+#pragma unroll
+        for (int i = 0; i < kMatrices; ++i) {
+#pragma unroll
+          for (int e = 0; e < 8; ++e) sums[i][r] = fmaf(w[i][e], x[e], sums[i][r]);
+        }
+      }
+    }
+  }
+  float own[kMatrices] = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int i = 0; i < kMatrices; ++i) {
+      const float sum = WarpSum(sums[i][r]);
+      if (lane == r) own[i] = sum;
+    }
+  }
+  if (!mine || lane >= kRows) return;
+  const int64_t at = int64_t{lane} * p.n + column;
+  if constexpr (kResult == Result::kAddToF32) {
+    if (p.bias != nullptr) own[0] += static_cast<const float*>(p.bias)[column];
+    static_cast<float*>(p.y)[at] = before + own[0];
+  } else {
+    if (p.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kMatrices; ++i) {
+        own[i] += __bfloat162float(static_cast<const __nv_bfloat16*>(p.bias)[i * p.n + column]);
+      }
+    }
+    float result = own[0];
+    if constexpr (kResult == Result::kSiluMul) {
+      // Rounded as the halves are where they are written between two kernels.
+      const float gate = __bfloat162float(__float2bfloat16_rn(own[0]));
+      result = Silu(gate) * __bfloat162float(__float2bfloat16_rn(own[1]));
+    }
+    static_cast<__nv_bfloat16*>(p.y)[at] = __float2bfloat16_rn(result);
+  }
+}
+
+template <FewRowsParams::Result kResult>
+cudaError_t LaunchFewRows(const FewRowsParams& p, cudaStream_t stream) {
+  const unsigned blocks = Blocks(p.n, kThreads / kWarp);
+  const size_t bytes = static_cast<size_t>(p.m) * static_cast<size_t>(p.k) * sizeof(__nv_bfloat16);
+  switch (p.m) {
+    case 1: FewRowsKernel<1, kResult><<<blocks, kThreads, bytes, stream>>>(p); break;
+    case 2: FewRowsKernel<2, kResult><<<blocks, kThreads, bytes, stream>>>(p); break;
+    case 3: FewRowsKernel<3, kResult><<<blocks, kThreads, bytes, stream>>>(p); break;
+    case 4: FewRowsKernel<4, kResult><<<blocks, kThreads, bytes, stream>>>(p); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+__global__ __launch_bounds__(kThreads) void RowsKernel(RowsParams p) {
+  const int64_t item = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t row = item / p.half;
+  if (row >= p.m) return;
+  const int i = static_cast<int>(item % p.half);
+  double sine, cosine;
+  sincos(p.positions[row] * p.frequencies[i], &sine, &cosine);
+  float* const to = p.cos_sin + row * 2 * p.half;
+  to[i] = static_cast<float>(cosine * p.factor);
+  to[p.half + i] = static_cast<float>(sine * p.factor);
+  if (i == 0 && p.flags != nullptr && p.flag_rows[row] >= 0) p.pages[p.flag_rows[row]] = p.flags[row];
+}
+
+// A thread has 8 elements of a head's first half and the 8 that they turn with: kDim / 16 threads to a head.
+template <typename T, int kDim>
+__global__ __launch_bounds__(kThreads) void HeadsKernel(HeadsParams p) {
+  constexpr int kLanes = kDim / 16, kHalf = kDim / 2;
+  const int heads = p.num_q_heads + 2 * p.num_kv_heads;
+  const int64_t items = int64_t{p.m} * heads * kLanes;
+  const int64_t mine = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  // Threads beyond the end take part in the sums below.
+  const int64_t item = mine < items ? mine : items - 1;
+  const int lane = static_cast<int>(item % kLanes);
+  const int64_t row = item / kLanes / heads;
+  const int head = static_cast<int>(item / kLanes - row * heads);
+  const auto* const x = static_cast<const __nv_bfloat16*>(p.qkv) + (row * heads + head) * kDim + lane * 8;
+  float low[8], high[8];
+  Load(x, low);
+  Load(x + kHalf, high);
+
+  const bool is_query = head < p.num_q_heads, is_value = head >= p.num_q_heads + p.num_kv_heads;
+  const float* const norm = is_query ? p.q_norm : is_value ? nullptr : p.k_norm;
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum += low[i] * low[i] + high[i] * high[i];
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (norm != nullptr) {
+    const float scale = rsqrtf(sum / kDim + p.eps);
+    float weight[8];
+    Load(norm + lane * 8, weight);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) low[i] = low[i] * scale * weight[i];
+    Load(norm + kHalf + lane * 8, weight);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) high[i] = high[i] * scale * weight[i];
+  }
+  if (!is_value) {
+    const float* const turn = p.cos_sin + row * kDim + lane * 8;
+    float cosine[8], sine[8];
+    Load(turn, cosine);
+    Load(turn + kHalf, sine);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float a = low[i], b = high[i];
+      low[i] = a * cosine[i] - b * sine[i];
+      high[i] = b * cosine[i] + a * sine[i];
+    }
+  }
+  if (mine >= items) return;
+  T* to;
+  if (is_query) {
+    to = static_cast<T*>(p.queries) + (row * p.num_q_heads + head) * kDim;
+  } else {
+    const int64_t at = p.cache_rows[row];
+    if (at < 0) return;
+    const int kv_head = (head - p.num_q_heads) % p.num_kv_heads;
+    to = static_cast<T*>(is_value ? p.values : p.keys) + at + kv_head * p.cache_head_stride;
+  }
+  Store(low, to + lane * 8);
+  Store(high, to + kHalf + lane * 8);
+}
+
+template <typename T>
+cudaError_t LaunchHeads(const HeadsParams& p, cudaStream_t stream) {
+  const int64_t items = int64_t{p.m} * (p.num_q_heads + 2 * p.num_kv_heads) * (p.head_dim / 16);
+  if (p.head_dim == 64) {
+    HeadsKernel<T, 64><<<Blocks(items, kThreads), kThreads, 0, stream>>>(p);
+  } else if (p.head_dim == 128) {
+    HeadsKernel<T, 128><<<Blocks(items, kThreads), kThreads, 0, stream>>>(p);
+  } else {
+    return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+__global__ __launch_bounds__(kThreads) void Bf16FromF16Kernel(void* x, int64_t count) {
+  const int64_t at = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * 8;
+  if (at >= count) return;
+  float values[8];
+  Load(static_cast<const __half*>(x) + at, values);
+  Store(values, static_cast<__nv_bfloat16*>(x) + at);
+}
+
+__global__ __launch_bounds__(kThreads) void SiluMulKernel(const __nv_bfloat16* gate_up, int64_t items, int dim,
+                                                          __nv_bfloat16* out) {
+  const int64_t item = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (item >= items) return;
+  const int64_t row = item / (dim / 8);
+  const int64_t at = (item - row * (dim / 8)) * 8;
+  float gate[8], up[8];
+  Load(gate_up + row * 2 * dim + at, gate);
+  Load(gate_up + row * 2 * dim + dim + at, up);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) gate[i] = Silu(gate[i]) * up[i];
+  Store(gate, out + row * dim + at);
+}
+
+// The largest logits, in two stages: each thread block finds those of one part of a row, then one those of the row.
+// A logit and its token are one number, so that no two are equal and larger means "comes first".
+constexpr int kItems = 16;
+constexpr int kPart = kThreads * kItems;
+constexpr int kBins = 256;
+static_assert(kBins == kThreads);
+
+__device__ __forceinline__ uint64_t KeyOf(float logit, int32_t token) {
+  const uint32_t bits = __float_as_uint(logit);
+  // What is no number comes last, and is none again in LogitOf.
+  const uint32_t ordered = isnan(logit) ? 1u : (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
+  return uint64_t{ordered} << 32 | (0xffffffffu - static_cast<uint32_t>(token));
+}
+
+__device__ __forceinline__ int32_t TokenOf(uint64_t key) {
+  return static_cast<int32_t>(0xffffffffu - static_cast<uint32_t>(key));
+}
+
+__device__ __forceinline__ float LogitOf(uint64_t key) {
+  const auto ordered = static_cast<uint32_t>(key >> 32);
+  return __uint_as_float((ordered >> 31) != 0 ? ordered & 0x7fffffffu : ~ordered);
+}
+
+struct TopShared {
+  uint32_t bins[kBins];
+  uint32_t warps[kThreads / kWarp];
+  uint32_t digit, before, within, found;
+  uint64_t keys[kTopLogits];
+};
+
+// The `want` largest of the thread block's keys, in any order, into shared.keys. Keys of 0 are none; there are `want`
+// others at least.
+__device__ void SelectTop(const uint64_t (&keys)[kItems], uint32_t want, TopShared& shared) {
+  const unsigned thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
+  uint64_t prefix = 0, known = 0;
+  if (thread == 0) shared.found = 0;
+  for (int shift = 56; shift >= 0; shift -= 8) {
+    shared.bins[thread] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (keys[i] != 0 && (keys[i] & known) == prefix) atomicAdd(&shared.bins[keys[i] >> shift & 0xff], 1u);
+    }
+    __syncthreads();
+    // Thread t counts the keys whose digit is 255 - t or larger.
+    const uint32_t own = shared.bins[kBins - 1 - thread];
+    uint32_t sum = own;
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= static_cast<unsigned>(step)) sum += other;
+    }
+    if (lane == kWarp - 1) shared.warps[warp] = sum;
+    __syncthreads();
+    for (unsigned i = 0; i < warp; ++i) sum += shared.warps[i];
+    if (sum >= want && sum - own < want) {
+      shared.digit = kBins - 1 - thread;
+      shared.before = sum - own;
+      shared.within = own;
+    }
+    __syncthreads();
+    prefix |= uint64_t{shared.digit} << shift;
+    known |= uint64_t{0xff} << shift;
+    want -= shared.before;
+    if (want == shared.within) break;  // all keys with this prefix
+  }
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    if (keys[i] != 0 && keys[i] >= prefix) shared.keys[atomicAdd(&shared.found, 1u)] = keys[i];
+  }
+  __syncthreads();
+}
+
+struct TopPart {
+  float largest, sum;  // of e^(logit - largest)
+  int32_t finite;
+  uint64_t keys[kTopLogits];
+};
+
+int32_t Parts(int32_t vocab) { return (vocab + kPart - 1) / kPart; }
+
+__global__ __launch_bounds__(kThreads) void TopOfPartsKernel(TopParams p, TopPart* parts) {
+  __shared__ TopShared shared;
+  __shared__ float sums[2][kThreads / kWarp];
+  const int first = static_cast<int>(blockIdx.x) * kPart;
+  const float* const logits = p.logits + blockIdx.y * p.logits_stride;
+  uint64_t keys[kItems];
+  float largest = -INFINITY;
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int token = first + i * kThreads + static_cast<int>(threadIdx.x);
+    keys[i] = token < p.vocab ? KeyOf(logits[token], token) : 0;
+    if (keys[i] == 0) continue;
+    largest = fmaxf(largest, LogitOf(keys[i]));
+    finite = finite && isfinite(LogitOf(keys[i]));
+  }
+  finite = __syncthreads_and(finite ? 1 : 0) != 0;
+  largest = BlockMax(largest, sums[0]);
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) sum += keys[i] != 0 ? expf(LogitOf(keys[i]) - largest) : 0.0f;
+  sum = BlockSum(sum, sums[1]);
+  const auto want = static_cast<uint32_t>(min(kTopLogits, p.vocab - first));
+  SelectTop(keys, want, shared);
+  TopPart& part = parts[blockIdx.y * gridDim.x + blockIdx.x];
+  if (threadIdx.x == 0) {
+    part.largest = largest;
+    part.sum = sum;
+    part.finite = finite ? 1 : 0;
+  }
+  if (threadIdx.x < kTopLogits) part.keys[threadIdx.x] = threadIdx.x < want ? shared.keys[threadIdx.x] : 0;
+}
+
+__global__ __launch_bounds__(kThreads) void TopOfRowKernel(TopParams p, const TopPart* parts, int num_parts) {
+  __shared__ TopShared shared;
+  const TopPart* const mine = parts + int64_t{blockIdx.x} * num_parts;
+  uint64_t keys[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int at = i * kThreads + static_cast<int>(threadIdx.x);
+    keys[i] = at < num_parts * kTopLogits ? mine[at / kTopLogits].keys[at % kTopLogits] : 0;
+  }
+  const int want = min(kTopLogits, p.vocab);
+  SelectTop(keys, static_cast<uint32_t>(want), shared);
+  TopLogits& out = p.out[blockIdx.x];
+  if (static_cast<int>(threadIdx.x) < want) {
+    const uint64_t key = shared.keys[threadIdx.x];
+    int rank = 0;
+    for (int i = 0; i < want; ++i) rank += shared.keys[i] > key ? 1 : 0;
+    out.top[rank] = {TokenOf(key), LogitOf(key)};
+  }
+  if (threadIdx.x == kThreads - 1) {
+    float largest = -INFINITY;
+    int32_t finite = 1;
+    for (int i = 0; i < num_parts; ++i) {
+      largest = fmaxf(largest, mine[i].largest);
+      finite &= mine[i].finite;
+    }
+    double sum = 0;
+    for (int i = 0; i < num_parts; ++i) {
+      sum += static_cast<double>(mine[i].sum) * exp(static_cast<double>(mine[i].largest) - largest);
+    }
+    out.log_sum_exp = largest + log(sum);
+    out.finite = finite;
+    out.count = want;
+    const int32_t asked = p.asked[blockIdx.x];
+    out.asked = asked >= 0 ? p.logits[blockIdx.x * p.logits_stride + asked] : 0.0f;
+  }
+}
+
+}  // namespace
+
+cudaError_t KernelsRun() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, SiluMulKernel);
+}
+
+cudaError_t RmsNorm(const NormParams& params, cudaStream_t stream) {
+  return LaunchNorm<From::kRow>(params, nullptr, nullptr, stream);
+}
+
+cudaError_t RmsNormOfRows(const NormParams& params, const int32_t* rows, cudaStream_t stream) {
+  return LaunchNorm<From::kNamedRow>(params, rows, nullptr, stream);
+}
+
+cudaError_t EmbedAndNorm(const NormParams& params, const void* embedding, const int32_t* tokens, cudaStream_t stream) {
+  return LaunchNorm<From::kEmbedding>(params, tokens, embedding, stream);
+}
+
+bool IsForFewRows(int32_t m, int32_t k) {
+  constexpr size_t kShared = 44 << 10;  // of the 48 KiB that every kernel may have
+  return m <= kFewRows && static_cast<size_t>(m) * static_cast<size_t>(k) * sizeof(__nv_bfloat16) <= kShared;
+}
+
+cudaError_t MultiplyFewRows(const FewRowsParams& params, cudaStream_t stream) {
+  using Result = FewRowsParams::Result;
+  switch (params.result) {
+    case Result::kBf16: return LaunchFewRows<Result::kBf16>(params, stream);
+    case Result::kSiluMul: return LaunchFewRows<Result::kSiluMul>(params, stream);
+    case Result::kAddToF32: return LaunchFewRows<Result::kAddToF32>(params, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t PrepareRows(const RowsParams& params, cudaStream_t stream) {
+  RowsKernel<<<Blocks(int64_t{params.m} * params.half, kThreads), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t RopeAndAppend(const HeadsParams& params, cudaStream_t stream) {
+  return params.f16 ? LaunchHeads<__half>(params, stream) : LaunchHeads<__nv_bfloat16>(params, stream);
+}
+
+cudaError_t Bf16FromF16(void* x, int64_t count, cudaStream_t stream) {
+  Bf16FromF16Kernel<<<Blocks(count / 8, kThreads), kThreads, 0, stream>>>(x, count);
+  return cudaGetLastError();
+}
+
+cudaError_t SiluMul(const void* gate_up, int32_t m, int32_t dim, void* out, cudaStream_t stream) {
+  const int64_t items = int64_t{m} * (dim / 8);
+  SiluMulKernel<<<Blocks(items, kThreads), kThreads, 0, stream>>>(static_cast<const __nv_bfloat16*>(gate_up), items,
+                                                                  dim, static_cast<__nv_bfloat16*>(out));
+  return cudaGetLastError();
+}
+
+size_t TopWorkspaceSize(int32_t m, int32_t vocab) {
+  return static_cast<size_t>(m) * static_cast<size_t>(Parts(vocab)) * sizeof(TopPart);
+}
+
+cudaError_t FindTop(const TopParams& params, cudaStream_t stream) {
+  static_assert(kMaxTopVocab == kPart * (kPart / kTopLogits));
+  if (params.vocab > kMaxTopVocab) return cudaErrorInvalidValue;
+  auto* const parts = static_cast<TopPart*>(params.workspace);
+  const int32_t num_parts = Parts(params.vocab);
+  const dim3 grid(static_cast<unsigned>(num_parts), static_cast<unsigned>(params.m));
+  TopOfPartsKernel<<<grid, kThreads, 0, stream>>>(params, parts);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  TopOfRowKernel<<<static_cast<unsigned>(params.m), kThreads, 0, stream>>>(params, parts, num_parts);
+  return cudaGetLastError();
+}
+
+}  // namespace phsa::cuda

@@ -1,0 +1,30 @@
+// C entry points of the operations for the tests, which load them with ctypes.
+#include "ops/cuda/ops.h"
+
+namespace cuda = phsa::cuda;
+
+extern "C" {
+
+// So that the mirrors of the structs on the other side can be checked.
+size_t phsa_ops_params_size(int which) {
+  constexpr size_t kSizes[] = {sizeof(cuda::NormParams), sizeof(cuda::RowsParams), sizeof(cuda::HeadsParams),
+                               sizeof(cuda::TopParams),  sizeof(cuda::TopLogits),  sizeof(cuda::FewRowsParams)};
+  return kSizes[which];
+}
+int phsa_ops_norm(const cuda::NormParams* p, const int32_t* rows, const void* embedding) {
+  if (embedding != nullptr) return cuda::EmbedAndNorm(*p, embedding, rows, nullptr);
+  return rows != nullptr ? cuda::RmsNormOfRows(*p, rows, nullptr) : cuda::RmsNorm(*p, nullptr);
+}
+int phsa_ops_few_rows(const cuda::FewRowsParams* p) {
+  return cuda::IsForFewRows(p->m, p->k) ? cuda::MultiplyFewRows(*p, nullptr) : cudaErrorInvalidValue;
+}
+int phsa_ops_rows(const cuda::RowsParams* p) { return cuda::PrepareRows(*p, nullptr); }
+int phsa_ops_heads(const cuda::HeadsParams* p) { return cuda::RopeAndAppend(*p, nullptr); }
+int phsa_ops_bf16_from_f16(void* x, int64_t count) { return cuda::Bf16FromF16(x, count, nullptr); }
+int phsa_ops_silu_mul(const void* gate_up, int32_t m, int32_t dim, void* out) {
+  return cuda::SiluMul(gate_up, m, dim, out, nullptr);
+}
+size_t phsa_ops_top_workspace(int32_t m, int32_t vocab) { return cuda::TopWorkspaceSize(m, vocab); }
+int phsa_ops_top(const cuda::TopParams* p) { return cuda::FindTop(*p, nullptr); }
+
+}  // extern "C"

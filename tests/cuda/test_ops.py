@@ -1,0 +1,388 @@
+"""The decoder's operations on the GPU (src/ops/cuda) against float64 PyTorch.
+
+scripts/test-cuda.sh builds the library and runs this file; PHSA_CUDA_KERNELS names the library where it lies elsewhere.
+"""
+
+import ctypes
+import math
+import os
+import sys
+import traceback
+from ctypes import c_bool, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
+from pathlib import Path
+
+import torch
+
+try:
+    import pytest
+except ImportError:  # a GPU machine may have torch and no pytest: the file is a program too
+    pytest = None
+
+if not torch.cuda.is_available():
+    if pytest is None:
+        sys.exit("needs a GPU")
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+TOP = 64
+BF16 = 2.0**-8  # half a unit in the last place of bf16, relative
+CUDA = "cuda"
+
+
+class NormParams(ctypes.Structure):
+    _fields_ = [
+        ("m", c_int32),
+        ("dim", c_int32),
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("eps", c_float),
+        ("out", c_void_p),
+    ]
+
+
+class RowsParams(ctypes.Structure):
+    _fields_ = [
+        ("m", c_int32),
+        ("half", c_int32),
+        ("positions", c_void_p),
+        ("frequencies", c_void_p),
+        ("factor", c_float),
+        ("cos_sin", c_void_p),
+        ("flags", c_void_p),
+        ("flag_rows", c_void_p),
+        ("pages", c_void_p),
+    ]
+
+
+class HeadsParams(ctypes.Structure):
+    _fields_ = [
+        ("m", c_int32),
+        ("num_q_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("qkv", c_void_p),
+        ("cos_sin", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("eps", c_float),
+        ("f16", c_bool),
+        ("queries", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("cache_rows", c_void_p),
+        ("cache_head_stride", c_int64),
+    ]
+
+
+class TopParams(ctypes.Structure):
+    _fields_ = [
+        ("m", c_int32),
+        ("vocab", c_int32),
+        ("logits", c_void_p),
+        ("logits_stride", c_int64),
+        ("asked", c_void_p),
+        ("out", c_void_p),
+        ("workspace", c_void_p),
+    ]
+
+
+class TopEntry(ctypes.Structure):
+    _fields_ = [("token", c_int32), ("logit", c_float)]
+
+
+class TopLogits(ctypes.Structure):
+    _fields_ = [
+        ("log_sum_exp", c_double),
+        ("asked", c_float),
+        ("finite", c_int32),
+        ("count", c_int32),
+        ("top", TopEntry * TOP),
+    ]
+
+
+class FewRowsParams(ctypes.Structure):
+    _fields_ = [
+        ("result", c_int32),
+        ("m", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("weights", c_void_p),
+        ("bias", c_void_p),
+        ("x", c_void_p),
+        ("norm", c_void_p),
+        ("eps", c_float),
+        ("y", c_void_p),
+    ]
+
+
+TO_BF16, SILU_MUL, ADD_TO_F32 = range(3)
+
+
+def load_library():
+    default = Path(__file__).resolve().parents[2] / "build/cuda/libphsa_cuda_kernels.so"
+    library = ctypes.CDLL(os.environ.get("PHSA_CUDA_KERNELS", str(default)))
+    library.phsa_ops_params_size.restype = c_size_t
+    library.phsa_ops_top_workspace.restype = c_size_t
+    for i, struct in enumerate((NormParams, RowsParams, HeadsParams, TopParams, TopLogits, FewRowsParams)):
+        assert library.phsa_ops_params_size(i) == ctypes.sizeof(struct), struct
+    return library
+
+
+LIBRARY = load_library()
+
+
+def check(error):
+    assert error == 0, f"CUDA error {error}"
+    torch.cuda.synchronize()
+
+
+def address(tensor):
+    return c_void_p(tensor.data_ptr() if tensor is not None else None)
+
+
+def norm64(x, weight, eps):
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def assert_rounded(got, want, what, slack=1e-5):
+    """`got` is `want` rounded once to its dtype, apart from sums in f32."""
+    unit = 2.0**-11 if got.dtype == torch.float16 else BF16
+    error = (got.double() - want).abs() - unit * want.abs()
+    assert error.max().item() <= slack * want.abs().max().item(), f"{what}: off by {error.max().item()}"
+
+
+def test_norm_of_all_rows_named_rows_and_embedded_tokens():
+    for dim in (64, 576, 1024, 4096, 5000):
+        m, vocab = 37, 211
+        x = torch.randn(m, dim, device=CUDA) * 3
+        weight = torch.rand(dim, device=CUDA) + 0.5
+        embedding = torch.randn(vocab, dim, device=CUDA).bfloat16()
+        tokens = torch.randint(vocab, (m,), device=CUDA, dtype=torch.int32)
+        rows = torch.randperm(m, device=CUDA, dtype=torch.int32)[:11].contiguous()
+        out = torch.full((m, dim), math.nan, device=CUDA, dtype=torch.bfloat16)
+        params = NormParams(m, dim, x.data_ptr(), weight.data_ptr(), 1e-6, out.data_ptr())
+        check(LIBRARY.phsa_ops_norm(ctypes.byref(params), None, None))
+        assert_rounded(out, norm64(x, weight, 1e-6), f"norm of {dim}")
+        params.m = 11
+        check(LIBRARY.phsa_ops_norm(ctypes.byref(params), address(rows), None))
+        assert_rounded(out[:11], norm64(x[rows.long()], weight, 1e-6), f"norm of named rows of {dim}")
+        params.m = m
+        check(LIBRARY.phsa_ops_norm(ctypes.byref(params), address(tokens), address(embedding)))
+        assert torch.equal(x, embedding[tokens.long()].float())
+        assert_rounded(out, norm64(x, weight, 1e-6), f"norm of embedded tokens of {dim}")
+
+
+def test_products_of_a_few_rows():
+    for n, k in ((1, 64), (1000, 576), (4096, 1024), (1024, 3072), (37, 5632)):
+        for m in (1, 2, 3, 4):
+            for result in (TO_BF16, SILU_MUL, ADD_TO_F32):
+                for biased in (False, True):
+                    check_few_rows(n, k, m, result, biased)
+    # More than fits into shared memory is refused, not wrong.
+    assert LIBRARY.phsa_ops_few_rows(ctypes.byref(FewRowsParams(ADD_TO_F32, 4, 8, 8192))) != 0
+    assert LIBRARY.phsa_ops_few_rows(ctypes.byref(FewRowsParams(ADD_TO_F32, 5, 8, 64))) != 0
+
+
+def check_few_rows(n, k, m, result, biased):
+    name = f"{m} rows of {k} to {n}, result {result}, bias {biased}"
+    matrices = 2 if result == SILU_MUL else 1
+    weights = (torch.randn(matrices, n, k, device=CUDA) / k**0.5).bfloat16()
+    bias = torch.randn(matrices, n, device=CUDA)
+    norm = torch.rand(k, device=CUDA) + 0.5
+    x = torch.randn(m, k, device=CUDA) * 2
+    if result == ADD_TO_F32:
+        x = x.bfloat16()
+        y = torch.randn(m, n, device=CUDA)
+        rows = x.double()
+    else:
+        bias = bias.bfloat16()
+        y = torch.full((m, n), math.nan, device=CUDA, dtype=torch.bfloat16)
+        rows = norm64(x, norm, 1e-6).bfloat16().double()
+    want = torch.einsum("mk,ink->imn", rows, weights.double())
+    if biased:
+        want = want + bias.double()[:, None]
+    want = want[0] / (1 + (-want[0]).exp()) * want[1] if result == SILU_MUL else want[0]
+    if result == ADD_TO_F32:
+        want = want + y.double()
+    params = FewRowsParams(result, m, n, k, weights.data_ptr(), bias.data_ptr() if biased else None, x.data_ptr())
+    params.norm, params.eps, params.y = norm.data_ptr(), 1e-6, y.data_ptr()
+    check(LIBRARY.phsa_ops_few_rows(ctypes.byref(params)))
+    # The result is rounded once, gate and up each once before that; a normed x may round to its neighbour.
+    rounding = {TO_BF16: 1, SILU_MUL: 3, ADD_TO_F32: 0}[result] * BF16
+    slack = 1e-5 if result == ADD_TO_F32 else 2e-3
+    error = (y.double() - want).abs() - rounding * want.abs()
+    assert error.max().item() <= slack * max(1.0, want.abs().max().item()), f"{name}: off by {error.max().item()}"
+
+
+def table(positions, frequencies, factor):
+    angles = positions.double()[:, None] * frequencies[None, :]
+    return torch.cat((angles.cos(), angles.sin()), 1) * factor
+
+
+def test_angles_are_right_at_a_million_positions_and_flags_go_into_their_pages():
+    m, half, factor = 300, 64, 1.25
+    positions = torch.randint(1 << 20, (m,), device=CUDA, dtype=torch.int32)
+    frequencies = 1e6 ** (-torch.arange(half, device=CUDA, dtype=torch.float64) / half)
+    cos_sin = torch.full((m, 2 * half), math.nan, device=CUDA)
+    flags = torch.randint(2, (m,), device=CUDA, dtype=torch.uint8)
+    flag_rows = torch.randperm(5000, device=CUDA)[:m].contiguous()
+    flag_rows[::7] = -1
+    pages = torch.full((5000,), 9, device=CUDA, dtype=torch.uint8)
+    params = RowsParams(m, half, positions.data_ptr(), frequencies.data_ptr(), factor, cos_sin.data_ptr())
+    params.flags, params.flag_rows, params.pages = flags.data_ptr(), flag_rows.data_ptr(), pages.data_ptr()
+    check(LIBRARY.phsa_ops_rows(ctypes.byref(params)))
+    assert (cos_sin.double() - table(positions, frequencies, factor)).abs().max().item() < 1e-7 * factor
+    want = torch.full_like(pages, 9)
+    kept = flag_rows >= 0
+    want[flag_rows[kept]] = flags[kept]
+    assert torch.equal(pages, want)
+
+
+def test_heads_are_normed_turned_and_put_into_the_cache():
+    for dim, q_heads, kv_heads, dtype, normed in (
+        (128, 16, 8, torch.bfloat16, True),
+        (64, 9, 3, torch.bfloat16, False),
+        (128, 12, 2, torch.float16, False),
+        (64, 4, 1, torch.float16, True),
+    ):
+        m, heads = 53, q_heads + 2 * kv_heads
+        qkv = torch.randn(m, heads, dim, device=CUDA).bfloat16()
+        positions = torch.randint(100000, (m,), device=CUDA, dtype=torch.int32)
+        frequencies = 1e4 ** (-torch.arange(dim // 2, device=CUDA, dtype=torch.float64) / (dim // 2))
+        cos_sin = table(positions, frequencies, 1.0)
+        turn = cos_sin.float()
+        norms = [torch.rand(dim, device=CUDA) + 0.5 if normed else None for _ in range(2)]
+        # Pages as the cache has them: [page][kv head][token][dim], keys and values apart.
+        tokens = 16
+        pages = torch.full((12, 2, kv_heads, tokens, dim), math.nan, device=CUDA, dtype=dtype)
+        place = torch.randperm(12 * tokens, device=CUDA)[:m]
+        cache_rows = (place // tokens) * pages.stride(0) + (place % tokens) * dim
+        cache_rows[5] = -1
+        queries = torch.full((m, q_heads, dim), math.nan, device=CUDA, dtype=dtype)
+        params = HeadsParams(m, q_heads, kv_heads, dim, qkv.data_ptr(), turn.data_ptr())
+        params.q_norm, params.k_norm = address(norms[0]), address(norms[1])
+        params.eps, params.f16 = 1e-6, dtype == torch.float16
+        params.queries, params.keys, params.values = queries.data_ptr(), pages.data_ptr(), pages[:, 1].data_ptr()
+        params.cache_rows, params.cache_head_stride = cache_rows.data_ptr(), tokens * dim
+        check(LIBRARY.phsa_ops_heads(ctypes.byref(params)))
+
+        def rotated(x, norm, turn=cos_sin, half=dim // 2):
+            x = x.double() if norm is None else norm64(x, norm, 1e-6)
+            cos, sin = turn[:, None, :half], turn[:, None, half:]
+            low, high = x[..., :half], x[..., half:]
+            return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+        name = f"{q_heads}/{kv_heads} heads of {dim}, {dtype}"
+        assert_rounded(queries, rotated(qkv[:, :q_heads], norms[0]), f"queries, {name}")
+        kept = cache_rows >= 0
+        page, token = place[kept] // tokens, place[kept] % tokens
+        keys = rotated(qkv[:, q_heads : q_heads + kv_heads], norms[1])[kept]
+        assert_rounded(pages[page, 0, :, token], keys, f"keys, {name}")
+        assert_rounded(pages[page, 1, :, token], qkv[:, q_heads + kv_heads :].double()[kept], f"values, {name}")
+        assert torch.isnan(pages).sum().item() == pages.numel() - 2 * kv_heads * dim * int(kept.sum()), name
+
+
+def test_gate_times_up():
+    m, dim = 41, 1536
+    gate_up = (torch.randn(m, 2, dim, device=CUDA) * 4).bfloat16()
+    out = torch.full((m, dim), math.nan, device=CUDA, dtype=torch.bfloat16)
+    check(LIBRARY.phsa_ops_silu_mul(address(gate_up), m, dim, address(out)))
+    gate, up = gate_up.double().unbind(1)
+    assert_rounded(out, gate / (1 + (-gate).exp()) * up, "silu")
+
+
+def test_f16_becomes_bf16_in_place():
+    x = torch.randn(8 * 1001, device=CUDA).half()
+    want = x.float().bfloat16()
+    check(LIBRARY.phsa_ops_bf16_from_f16(address(x), c_int64(x.numel())))
+    assert torch.equal(x.view(torch.bfloat16), want)
+
+
+def find_top(logits, asked, vocab=None):
+    m, stride = logits.shape
+    vocab = vocab or stride
+    out = torch.full((m * ctypes.sizeof(TopLogits),), 0xEE, device=CUDA, dtype=torch.uint8)
+    workspace = torch.empty(LIBRARY.phsa_ops_top_workspace(m, vocab), device=CUDA, dtype=torch.uint8)
+    asked = torch.tensor(asked, device=CUDA, dtype=torch.int32)
+    params = TopParams(m, vocab, logits.data_ptr(), stride, asked.data_ptr(), out.data_ptr(), workspace.data_ptr())
+    check(LIBRARY.phsa_ops_top(ctypes.byref(params)))
+    return (TopLogits * m).from_buffer_copy(out.cpu().numpy().tobytes())
+
+
+def ranked(row):
+    """Tokens by logit, the lower one first where two are equal; what is no number last."""
+    values = row.tolist()
+    return sorted(
+        range(len(values)), key=lambda i: (math.isnan(values[i]), -values[i] if values[i] == values[i] else 0, i)
+    )
+
+
+def check_top(logits, vocab=None):
+    vocab = vocab or logits.shape[1]
+    asked = [i * 31 % vocab if i % 3 else -1 for i in range(logits.shape[0])]
+    for i, row in enumerate(find_top(logits, asked, vocab)):
+        own = logits[i, :vocab].cpu()
+        want = ranked(own)[: min(TOP, vocab)]
+        assert row.count == len(want)
+        assert [row.top[j].token for j in range(row.count)] == want, f"row {i}"
+        for j, token in enumerate(want):
+            value = own[token].item()
+            assert row.top[j].logit == value or math.isnan(value)
+        finite = bool(own.isfinite().all())
+        assert bool(row.finite) == finite
+        if finite:
+            assert abs(row.log_sum_exp - own.double().logsumexp(0).item()) < 1e-5
+        elif own.isnan().any() or (own == math.inf).any():
+            assert not math.isfinite(row.log_sum_exp)
+        if asked[i] >= 0 and own.isfinite().all():
+            assert row.asked == own[asked[i]].item()
+
+
+def test_the_largest_logits_of_every_vocabulary():
+    for vocab in (1, 5, 64, 65, 4096, 4097, 49152, 151936, 1 << 18):
+        check_top(torch.randn(5, vocab, device=CUDA) * 6)
+
+
+def test_the_largest_logits_of_rows_with_a_stride():
+    check_top(torch.randn(3, 50048, device=CUDA), 50001)
+
+
+def test_ties_go_to_the_lower_token():
+    check_top(torch.zeros(2, 9000, device=CUDA))
+    check_top(torch.randint(3, (4, 20000), device=CUDA).float())
+    check_top((torch.randn(4, 60000, device=CUDA) * 2).bfloat16().float())
+
+
+def test_logits_that_are_no_numbers_come_last_and_are_told():
+    logits = torch.randn(5, 10000, device=CUDA)
+    logits[0, 7] = math.nan
+    logits[1] = math.nan
+    logits[2, 9] = math.inf
+    logits[3, 5] = -math.inf
+    logits[4, 30:] = -math.inf
+    check_top(logits)
+
+
+def test_two_runs_have_the_same_bits():
+    logits = torch.randn(7, 151936, device=CUDA)
+    first, second = find_top(logits, [3] * 7), find_top(logits, [3] * 7)
+    assert bytes(first) == bytes(second)
+
+
+def main():
+    failed = 0
+    for name, test in list(globals().items()):
+        if not name.startswith("test_"):
+            continue
+        try:
+            test()
+        except Exception:  # every failure is shown, the rest still runs
+            failed += 1
+            print(f"FAILED {name}")
+            traceback.print_exc(limit=-3)
+    print(f"{failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
