@@ -69,6 +69,16 @@ class Peer:
             connection.request("GET", path)
             return connection.getresponse().status == 200
 
+    def post(self, path, body):
+        """The answer's JSON; ends the program where there is none."""
+        with contextlib.closing(self.connect()) as connection:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            data = response.read()
+        if response.status != 200:
+            sys.exit(f"{self.name}: status {response.status} from {path}: {data[:500]!r}")
+        return json.loads(data)
+
     def complete(self, connection, prompt, tokens):
         """(text, prompt tokens, answer tokens), or a sentence that says what is wrong."""
         body = json.dumps({"model": "x", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "seed": 1})
