@@ -13,5 +13,5 @@ fi
 
 find include src tests bench examples fuzz python \( -name '*.h' -o -name '*.c' -o -name '*.cc' \) -type f -print0 |
   xargs -0 clang-format-14 "${clang_options[@]}"
-"${PHSA_VENV:-.venv}/bin/ruff" format "${ruff_options[@]}" python tests/e2e bench/*.py scripts/*.py
-"${PHSA_VENV:-.venv}/bin/ruff" check python tests/e2e bench/*.py scripts/*.py
+"${PHSA_VENV:-.venv}/bin/ruff" format "${ruff_options[@]}" python tests/e2e tests/cuda bench scripts/*.py
+"${PHSA_VENV:-.venv}/bin/ruff" check python tests/e2e tests/cuda bench scripts/*.py
