@@ -14,15 +14,12 @@ PHSA_CUDA_LIBRARY names the library where it lies elsewhere than build/cuda/libp
 import ctypes
 import os
 import sys
-import traceback
 from pathlib import Path
 
 import torch
 
-try:
-    import pytest
-except ImportError:  # a GPU machine may have torch and nothing else: run as a program, the file needs no pytest
-    pytest = None
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from alone import over, run_tests, skip
 
 BLOCK = 16
 INT_MAX = 2**31 - 1
@@ -30,19 +27,7 @@ DTYPES = {torch.float16: 1, torch.bfloat16: 2}
 GROUP_SUM, GROUP_MAX = 0, 1
 
 if not torch.cuda.is_available():
-    if pytest is None:
-        sys.exit("needs a GPU")
-    pytest.skip("needs a GPU", allow_module_level=True)
-
-
-def over(names):
-    """Runs a test once per name, under pytest and without it."""
-
-    def mark(test):
-        test.names = list(names)
-        return pytest.mark.parametrize("name", test.names)(test) if pytest else test
-
-    return mark
+    skip("needs a GPU")
 
 
 class Method(ctypes.Structure):
@@ -335,7 +320,7 @@ DECODE_CASES = {
 }
 
 
-@over(DECODE_CASES)
+@over(name=DECODE_CASES)
 def test_decode_matches_the_reference_and_repeats_its_bits(name):
     case = DecodeCase(**DECODE_CASES[name])
     case.run()
@@ -582,7 +567,7 @@ BACKWARD_CASES = {
 }
 
 
-@over(BACKWARD_CASES)
+@over(name=BACKWARD_CASES)
 def test_backward_matches_autograd_and_repeats_its_bits(name):
     case = BackwardCase(**BACKWARD_CASES[name])
     exact = case.reference()
@@ -607,7 +592,7 @@ def test_backward_matches_autograd_and_repeats_its_bits(name):
         assert torch.equal(a, b)
 
 
-@over(BACKWARD_CASES)
+@over(name=BACKWARD_CASES)
 def test_plain_backward_matches_autograd(name):
     """The kernels for GPUs without Hopper's instructions, on this one."""
     case = BackwardCase(**BACKWARD_CASES[name])
@@ -644,23 +629,5 @@ def run_once():
     return 0
 
 
-def main(patterns):
-    if patterns == ["once"]:
-        return run_once()
-    failed = 0
-    for key, test in list(globals().items()):
-        if not key.startswith("test_") or not any(p in key for p in patterns or [""]):
-            continue
-        for name in getattr(test, "names", [None]):
-            try:
-                test() if name is None else test(name)
-            except Exception:  # every failure is shown, the rest still runs
-                failed += 1
-                print(f"FAILED {key} {name or ''}")
-                traceback.print_exc(limit=-3)
-    print(f"{failed} failed")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_once() if sys.argv[1:] == ["once"] else run_tests(globals(), sys.argv[1:]))

@@ -19,18 +19,13 @@ import random
 import subprocess
 import sys
 import tempfile
-import traceback
 
 import torch
 import transformers
 
-try:
-    import pytest
-except ImportError:  # a GPU machine may have torch and no pytest: the file is a program too
-    pytest = None
-
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench/cuda")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench/cuda"), str(ROOT / "tests/cuda")]
+from alone import run_tests, skip  # noqa: E402
 from engine_bench import byte_tokenizer  # noqa: E402
 from server_bench import Peer, free_port  # noqa: E402
 
@@ -57,10 +52,7 @@ def why_not():
 
 
 if why := why_not():
-    if __name__ == "__main__":
-        print(f"skipped: {why}")
-        sys.exit(0)
-    pytest.skip(why, allow_module_level=True)
+    skip(f"skipped: {why}", code=0)
 
 CONFIGS = {
     # Head norms, 2 query heads a KV head, tied embeddings.
@@ -277,21 +269,5 @@ def test_a_real_model_agrees_with_the_cpu():
         assert same >= 4
 
 
-def main(patterns):
-    failed = 0
-    for name, test in list(globals().items()):
-        if not name.startswith("test_") or not any(part in name for part in patterns or [""]):
-            continue
-        try:
-            print(name, flush=True)
-            test()
-        except (Exception, SystemExit):  # every failure is shown, the rest still runs
-            failed += 1
-            print(f"FAILED {name}")
-            traceback.print_exc(limit=-3)
-    print(f"{failed} failed")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_tests(globals(), sys.argv[1:]))

@@ -5,33 +5,15 @@ Runs under pytest, or as a program where there is none; an argument then picks t
 
 import pathlib
 import sys
-import traceback
 
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import forward_kernels as fk
+from alone import over, run_tests, skip
 
-try:
-    import pytest
-except ImportError:
-    pytest = None
-
-if pytest and not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
-
-def over(**lists):
-    """Runs a test for every combination of values, under pytest and without it."""
-
-    def mark(test):
-        test.over = lists
-        for name, values in lists.items() if pytest else ():
-            test = pytest.mark.parametrize(name, values, ids=str)(test)
-        return test
-
-    return mark
-
+if not torch.cuda.is_available():
+    skip("needs a GPU")
 
 LIBRARY = fk.load_library()
 ARCHITECTURES = [80, 90] if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else [80]
@@ -262,27 +244,5 @@ def test_too_many_chosen_blocks_are_refused_by_name():
         raise AssertionError("not refused")
 
 
-def main():
-    failed = count = 0
-    for test in [x for name, x in globals().items() if name.startswith("test_")]:
-        runs = [{}]
-        for name, values in getattr(test, "over", {}).items():
-            runs = [dict(run, **{name: value}) for run in runs for value in values]
-        for run in runs:
-            label = f"{test.__name__} {' '.join(map(str, run.values()))}"
-            if len(sys.argv) > 1 and sys.argv[1] not in label:
-                continue
-            count += 1
-            try:
-                test(**run)
-            except Exception:
-                failed += 1
-                print(f"FAILED {label}\n{traceback.format_exc(limit=-2)}", flush=True)
-                if "CUDA error" in traceback.format_exc():
-                    break
-    print(f"{count - failed} of {count} passed")
-    sys.exit(failed > 0)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(run_tests(globals(), sys.argv[1:]))

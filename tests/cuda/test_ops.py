@@ -7,21 +7,16 @@ import ctypes
 import math
 import os
 import sys
-import traceback
 from ctypes import c_bool, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
 import torch
 
-try:
-    import pytest
-except ImportError:  # a GPU machine may have torch and no pytest: the file is a program too
-    pytest = None
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from alone import run_tests, skip
 
 if not torch.cuda.is_available():
-    if pytest is None:
-        sys.exit("needs a GPU")
-    pytest.skip("needs a GPU", allow_module_level=True)
+    skip("needs a GPU")
 
 TOP = 64
 BF16 = 2.0**-8  # half a unit in the last place of bf16, relative
@@ -369,20 +364,5 @@ def test_two_runs_have_the_same_bits():
     assert bytes(first) == bytes(second)
 
 
-def main():
-    failed = 0
-    for name, test in list(globals().items()):
-        if not name.startswith("test_"):
-            continue
-        try:
-            test()
-        except Exception:  # every failure is shown, the rest still runs
-            failed += 1
-            print(f"FAILED {name}")
-            traceback.print_exc(limit=-3)
-    print(f"{failed} failed")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tests(globals(), sys.argv[1:]))
