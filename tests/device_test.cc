@@ -130,6 +130,30 @@ TEST_F(Device, ForksTruncatedTextsAndFilesGoOnThere) {
   std::filesystem::remove(file);
 }
 
+TEST_F(Device, AfterAFailedStepTextsAreAsTheyWere) {
+  auto& failing = static_cast<OtherDevice&>(*other.backend);
+  const int32_t last_layer = other.model.config().num_layers - 1;
+  ExpectSame([&](Runner& runner) {
+    Sequence one(runner.cache);
+    runner.Read(one, Tokens(150));
+    Sequence two = one.Fork();
+    const std::vector<int32_t> more = Tokens(40, 2);
+    const BatchItem items[] = {{&one, more, BatchItem::Logits::kAll}, {&two, more, BatchItem::Logits::kLast}};
+    if (&runner == &other) {
+      failing.failing_layer = last_layer;
+      EXPECT_THROW(runner.Read(items), Error);
+      failing.failing_layer = -1;
+      EXPECT_EQ(one.length(), 150);
+      EXPECT_EQ(two.length(), 150);
+    }
+    // And a reader that does not like what it is given.
+    EXPECT_THROW(runner.decoder.Step(items, [](int32_t, int32_t, const LogitsRow&) { throw std::runtime_error("no"); }),
+                 std::runtime_error);
+    EXPECT_EQ(one.length(), 150);
+    return runner.Read(items);
+  });
+}
+
 TEST_F(Device, WhatItReadCanBeLookedAtOnTheHost) {
   const auto look = [&](Runner& runner) {
     RecallMeter meter(runner.model.config(), PHSA_F32);

@@ -127,6 +127,7 @@ class OtherDevice final : public ModelBackend {
     return true;
   }
   void QueriesKeysValues(int32_t layer) override {
+    if (layer == failing_layer) Throw(PHSA_IO, "the other device failed");
     const LockedPages::Unlocked unlocked(Pages());
     cpu_->QueriesKeysValues(layer);
   }
@@ -142,7 +143,8 @@ class OtherDevice final : public ModelBackend {
   const StepTimes& times() const override { return cpu_->times(); }
 
   int64_t whole_steps = 0;
-  int64_t fetched = 0;  // rows of logits
+  int64_t fetched = 0;         // rows of logits
+  int32_t failing_layer = -1;  // -1: none
 
  private:
   const LockedPages& Pages() const { return static_cast<const LockedPages&>(rows_->cache->memory()); }

@@ -341,7 +341,6 @@ class Scheduler::Impl {
     } catch (...) {
       for (size_t i = 0; i < chosen.size(); ++i) {
         Job& job = *chosen[i].first;
-        job.sequence.Truncate(lengths[i]);
         std::vector<TokenLogProbability>& scored = job.answer.result().prompt_log_probabilities;
         scored.resize(std::min(scored.size(), static_cast<size_t>(lengths[i])));
       }

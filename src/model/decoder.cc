@@ -196,6 +196,22 @@ void Decoder::Attend(int32_t layer, const StepRows& rows, const StepGroup& group
 }
 
 void Decoder::Step(std::span<const BatchItem> batch, const LogitsSink& sink) {
+  std::vector<int32_t> lengths;
+  for (const BatchItem& item : batch) lengths.push_back(item.sequence->length());
+  try {
+    Run(batch, sink);
+  } catch (...) {
+    // Tokens whose keys may not be in the cache must not be taken for read: a text that begins with them would go on
+    // from there.
+    for (size_t i = 0; i < batch.size(); ++i) {
+      Sequence& sequence = *batch[i].sequence;
+      sequence.Truncate(std::min(sequence.length(), lengths[i]));
+    }
+    throw;
+  }
+}
+
+void Decoder::Run(std::span<const BatchItem> batch, const LogitsSink& sink) {
   StepRows rows;
   Append(batch, rows);
   std::vector<std::pair<int32_t, int32_t>> places;  // item and row of those that are wanted

@@ -65,7 +65,8 @@ class Decoder {
   // Runs the attention stage by stage, so that `times` has the selection apart: the same results, a little later.
   void TimeStages(bool apart) { backend_.TimeStages(apart); }
   // Sequences may be read in different ways; those that are read alike are best side by side in the batch. Throws
-  // phsa::Error where a sequence does not fit into its cache; then no sequence has changed.
+  // phsa::Error where a sequence does not fit into its cache or the device fails, and whatever `sink` throws; then all
+  // sequences are as they were.
   void Step(std::span<const BatchItem> batch, const LogitsSink& sink);
 
   int32_t max_rows() const { return backend_.max_rows(); }
@@ -76,6 +77,7 @@ class Decoder {
 
  private:
   struct GroupPlans;
+  void Run(std::span<const BatchItem> batch, const LogitsSink& sink);
   void Append(std::span<const BatchItem> batch, StepRows& rows);
   void CountTokensRead(const StepRows& rows);
   GroupPlans PlanGroup(const StepRows& rows, const StepGroup& group) const;
