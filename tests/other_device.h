@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -103,6 +104,7 @@ class OtherDevice final : public ModelBackend {
     cpu_->Begin(rows);
   }
   bool RunLayers(const StepRows& rows) override {
+    if (failing_layer >= 0) return false;
     if (std::ranges::count(rows.q_lens, 1) != static_cast<std::ptrdiff_t>(rows.q_lens.size())) return false;
     const LockedPages::Unlocked unlocked(Pages());
     for (int32_t layer = 0; layer < config_.num_layers; ++layer) {
@@ -143,8 +145,8 @@ class OtherDevice final : public ModelBackend {
   const StepTimes& times() const override { return cpu_->times(); }
 
   int64_t whole_steps = 0;
-  int64_t fetched = 0;         // rows of logits
-  int32_t failing_layer = -1;  // -1: none
+  int64_t fetched = 0;                      // rows of logits
+  std::atomic<int32_t> failing_layer = -1;  // -1: none
 
  private:
   const LockedPages& Pages() const { return static_cast<const LockedPages&>(rows_->cache->memory()); }

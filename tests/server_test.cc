@@ -7,11 +7,13 @@
 
 #include "fake_engine.h"
 #include "io/json.h"
+#include "other_device.h"
 #include "server/answers.h"
 #include "server/api.h"
 #include "server/metrics.h"
 #include "server/service.h"
 #include "server/worker.h"
+#include "test_backend.h"
 
 namespace phsa::server {
 namespace {
@@ -283,6 +285,39 @@ TEST_F(ServiceTest, AnswersThatAreCancelledEndAndTellIt) {
   cancel();
   EXPECT_EQ(exchange->Wait().status, 503);
   while (!worker.Idle()) std::this_thread::yield();
+}
+
+TEST(DeviceFailure, IsAnsweredAndShownByHealthUntilItWorksAgain) {
+  Engine engine(std::make_unique<FakeModel>(), SmallTokenizer(), FakeOptions(300));
+  auto owned = std::make_unique<OtherDevice>(
+      engine.config(), TestBackend(engine.source(), WeightsMode::kF32, PHSA_F32, 512, engine.threads()));
+  OtherDevice& device = *owned;
+  engine.Use(std::move(owned));
+  Metrics metrics("fake");
+  Worker worker(engine, {}, metrics);
+  Service service({engine, "fake", ChatTemplate::ByName("chatml"), {}, 64}, {}, worker, metrics);
+  const auto ask = [&](const std::string& method, const std::string& target, const std::string& body) {
+    const auto exchange = std::make_shared<FakeExchange>();
+    service.Handle({method, target, "application/json", "", "", body}, exchange);
+    return exchange->Wait();
+  };
+  const std::string question = R"({"prompt": "abcdefgh", "max_tokens": 4, "temperature": 0})";
+  const HttpResponse before = ask("POST", "/v1/completions", question);
+  ASSERT_EQ(before.status, 200) << before.body;
+
+  device.failing_layer = 1;
+  const HttpResponse failed = ask("POST", "/v1/completions", question);
+  EXPECT_EQ(failed.status, 500);
+  EXPECT_NE(failed.body.find("the other device failed"), std::string::npos) << failed.body;
+  const HttpResponse sick = ask("GET", "/health", "");
+  EXPECT_EQ(sick.status, 503);
+  EXPECT_EQ(Json::parse(sick.body)["status"], "failed");
+
+  device.failing_layer = -1;
+  const HttpResponse after = ask("POST", "/v1/completions", question);
+  ASSERT_EQ(after.status, 200) << after.body;
+  EXPECT_EQ(Json::parse(after.body)["choices"], Json::parse(before.body)["choices"]);
+  EXPECT_EQ(ask("GET", "/health", "").status, 200);
 }
 
 class LockedServiceTest : public ServiceTest {

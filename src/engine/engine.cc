@@ -213,10 +213,15 @@ void Engine::SetAttention(const LayerSettings& attention) {
 
 bool Engine::Load(const LoadProgress& progress) {
   const auto make = device_.device == PHSA_DEVICE_CUDA ? cuda::MakeBackend : MakeCpuBackend;
-  backend_ = make(*source_, backend_options_, threads_, progress);
-  if (backend_ == nullptr) return false;
-  MakeCache();
+  std::unique_ptr<ModelBackend> backend = make(*source_, backend_options_, threads_, progress);
+  if (backend == nullptr) return false;
+  Use(std::move(backend));
   return true;
+}
+
+void Engine::Use(std::unique_ptr<ModelBackend> backend) {
+  backend_ = std::move(backend);
+  MakeCache();
 }
 
 std::vector<uint8_t> Engine::PunctuationFlags(const LayerSettings& attention) const {

@@ -63,6 +63,8 @@ class Engine {
   // Reads the weights. False where `progress` asked to stop. Before this, decoder(), cache() and device_name() are not
   // there.
   bool Load(const LoadProgress& progress);
+  // In place of Load: what holds this model's weights already.
+  void Use(std::unique_ptr<ModelBackend> backend);
   std::string device_name() const { return backend_->device_name(); }  // "cpu", or what the GPU calls itself
   // What the cache's contents depend on besides the tokens.
   KvIdentity cache_identity() const;

@@ -257,8 +257,11 @@ HttpResponse Service::OpenApi(const HttpRequest&) {
 }
 
 HttpResponse Service::Health(const HttpRequest&) {
-  HttpResponse response = JsonResponse({{"status", draining_ ? "stopping" : "ok"}});
-  if (draining_) response.status = 503;
+  const std::string failure = worker_.device_failure();
+  Json body = {{"status", draining_ ? "stopping" : failure.empty() ? "ok" : "failed"}};
+  if (!failure.empty()) body["message"] = failure;
+  HttpResponse response = JsonResponse(body);
+  if (body["status"] != "ok") response.status = 503;
   return response;
 }
 

@@ -91,6 +91,16 @@ bool Worker::Idle() const {
   return incoming_.empty() && inspections_.empty() && begun_ == 0 && !inspecting_;
 }
 
+std::string Worker::device_failure() const {
+  const std::lock_guard lock(mutex_);
+  return device_failure_;
+}
+
+void Worker::SetDeviceFailure(std::string what) {
+  const std::lock_guard lock(mutex_);
+  device_failure_ = std::move(what);
+}
+
 void Worker::Run() {
   for (;;) {
     bool inspect = false;
@@ -146,8 +156,11 @@ void Worker::Begin(Pending pending) {
 
 void Worker::Step() {
   try {
-    scheduler_->Step();
+    if (scheduler_->Step() && !device_failure_.empty()) SetDeviceFailure("");
     Collect();
+  } catch (const Error& error) {
+    if (error.status() == PHSA_IO) SetDeviceFailure(error.what());  // a step has nothing else to do with the system
+    Fail(std::current_exception());
   } catch (...) {
     // No memory, or a bug: the next step would meet it again.
     Fail(std::current_exception());

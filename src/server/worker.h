@@ -74,6 +74,8 @@ class Worker {
   bool SubmitInspection(InspectTask task, std::shared_ptr<TaskListener> listener, Cancelled cancelled);
   void CancelAll();  // all end soon, as interrupted
   bool Idle() const;
+  // What the device said when it failed, and nothing has worked since; empty: it works.
+  std::string device_failure() const;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -102,6 +104,7 @@ class Worker {
   void Step();
   void Collect();
   void Fail(const std::exception_ptr& error);  // everything that is in work
+  void SetDeviceFailure(std::string what);
   void RunInspection();
   void PublishState();
   bool Stopping(const Cancelled& cancelled) const { return cancel_all_.load() || cancelled->load(); }
@@ -119,6 +122,7 @@ class Worker {
   std::deque<PendingInspection> inspections_;
   size_t begun_ = 0;  // tasks that the scheduler has, waiting or running
   bool inspecting_ = false, ending_ = false;
+  std::string device_failure_;  // only the worker's thread changes it
   std::atomic<bool> cancel_all_ = false;
   std::thread thread_;
 };

@@ -14,14 +14,15 @@ OFFLINE = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", 
 def test_the_demo_can_be_repeated_and_needs_no_network_for_a_model_that_is_here(smollm2, tmp_path):
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts/demo.sh", tmp_path / "scripts")
-    shutil.copytree(ROOT / "bench/data", tmp_path / "bench/data")
+    for folder in ("bench/data", "models"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     command = [tmp_path / "scripts/demo.sh", BIN, "--parts", "answers,flops", "--answer-tokens", "24"]
     for _ in range(2):
         done = subprocess.run(
             command, capture_output=True, text=True, env={**os.environ, **OFFLINE, "PIP_NO_INDEX": "1"}
         )
         assert done.returncode == 0, done.stderr
-        for words in ("Who built the lighthouse?", "answers right", "never trained", "demo/report.html"):
+        for words in ("Who built the lighthouse?", "answers right", "was trained with PHSA", "demo/report.html"):
             assert words in done.stdout
         answers = json.loads((tmp_path / "demo/report.json").read_text())["answers"]
         assert len(answers) == 9 and {answer["attention"] for answer in answers} == {"dense", "infllm2", "phsa"}
