@@ -16,7 +16,7 @@ def test_the_demo_can_be_repeated_and_needs_no_network_for_a_model_that_is_here(
     shutil.copy(ROOT / "scripts/demo.sh", tmp_path / "scripts")
     for folder in ("bench/data", "models"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    command = [tmp_path / "scripts/demo.sh", BIN, "--parts", "answers,flops", "--answer-tokens", "24"]
+    command = [tmp_path / "scripts/demo.sh", BIN, "--parts", "answers,flops", "--answer-tokens", "48"]
     for _ in range(2):
         done = subprocess.run(
             command, capture_output=True, text=True, env={**os.environ, **OFFLINE, "PIP_NO_INDEX": "1"}
