@@ -110,16 +110,10 @@ class OtherDevice final : public ModelBackend {
     for (int32_t layer = 0; layer < config_.num_layers; ++layer) {
       cpu_->QueriesKeysValues(layer);
       for (const StepGroup& group : rows.groups) {
-        PlanDesc desc;
-        desc.settings = group.settings->ForLayer(layer);
-        desc.dtype = rows.cache->layout().dtype;
-        desc.num_q_heads = config_.num_q_heads;
-        desc.num_kv_heads = config_.num_kv_heads;
-        desc.head_dim = config_.head_dim;
+        PlanDesc desc = PagedPlan(config_, group.settings->ForLayer(layer), rows.cache->layout().dtype);
         desc.num_seqs = static_cast<int32_t>(group.num_items);
         desc.q_lens = rows.q_lens.data() + group.first_item;
         desc.kv_lens = rows.kv_lens.data() + group.first_item;
-        desc.page_size = kPageTokens;
         desc.max_threads = 8;
         cpu_->Attend(layer, group, Plan(desc), nullptr);
       }

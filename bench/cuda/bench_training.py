@@ -10,7 +10,6 @@ float64 over the blocks that were chosen.
 import argparse
 import json
 import pathlib
-import statistics
 import sys
 
 import torch
@@ -18,12 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tests/cuda"))
 import forward_kernels as fk
+from bench_forward import PAPER_4K, PAPER_32K, time_ms
 
 from phsa.ops import phsa_attention
 
 BLOCK = 16
-PAPER_32K = dict(init=128, local=512, top_k=16)
-PAPER_4K = dict(init=16, local=128, top_k=2)
 CASES = [  # tokens, query heads, KV heads, settings, goal
     (4096, 16, 8, PAPER_4K, None),
     (4096, 16, 8, PAPER_32K, None),
@@ -32,19 +30,6 @@ CASES = [  # tokens, query heads, KV heads, settings, goal
     (32768, 32, 8, PAPER_32K, None),
     (32768, 12, 2, PAPER_32K, None),
 ]
-
-
-def time_ms(function, runs):
-    """Median; events around each run."""
-    for _ in range(2):
-        function()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
-    for begin, end in events:
-        begin.record()
-        function()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events)
 
 
 def gradients(call, tensors, d_out):
@@ -123,8 +108,8 @@ def bench(length, heads_q, heads_kv, settings):
     assert row["same_bits"], "two runs differ"
     assert max(row["error_out"], row["error_dq"], row["error_2048"]) < 2e-2, row
 
-    row["forward"] = time_ms(lambda: sparse().detach(), 10)
-    row["both"] = time_ms(lambda: gradients(sparse, tensors, d_out), 10)
+    row["forward"] = time_ms(lambda: sparse().detach())
+    row["both"] = time_ms(lambda: gradients(sparse, tensors, d_out))
     heads = [x.transpose(0, 1)[None].detach().requires_grad_() for x in (q, k, v)]
     d_heads = d_out.transpose(0, 1)[None]
 
@@ -133,8 +118,8 @@ def bench(length, heads_q, heads_kv, settings):
 
     for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
         with sdpa_kernel(backend):
-            row[f"{name}_forward"] = time_ms(lambda: dense().detach(), 10)
-            row[name] = time_ms(lambda: gradients(dense, heads, d_heads), 10)
+            row[f"{name}_forward"] = time_ms(lambda: dense().detach())
+            row[name] = time_ms(lambda: gradients(dense, heads, d_heads))
     return row
 
 

@@ -5,6 +5,7 @@
 
 #include "base/errors.h"
 #include "model/cuda/cuda_backend.h"
+#include "model/distinct_settings.h"
 
 namespace phsa {
 namespace {
@@ -54,17 +55,12 @@ int32_t DefaultKvType(WeightsMode weights, int32_t device) {
 
 std::string UnsupportedAttention(const LayerSettings& attention, const ModelConfig& config, int32_t kv_dtype,
                                  int32_t device) {
-  for (int32_t layer = 0; layer < config.num_layers; ++layer) {
-    PlanDesc desc;
-    desc.settings = attention.ForLayer(layer);
-    desc.dtype = kv_dtype;
-    desc.num_q_heads = config.num_q_heads;
-    desc.num_kv_heads = config.num_kv_heads;
-    desc.head_dim = config.head_dim;
-    desc.num_seqs = 1;
+  const DistinctSettings distinct(attention, config.num_layers);
+  for (const Settings* settings : distinct.all) {
+    PlanDesc desc = PagedPlan(config, *settings, kv_dtype);
     const int32_t tokens = kPageTokens;
+    desc.num_seqs = 1;
     desc.q_lens = desc.kv_lens = &tokens;
-    desc.page_size = kPageTokens;
     const Plan plain(desc);  // what is wrong with the settings is so on every device
     if (device == PHSA_DEVICE_CPU) continue;
     desc.device = device;

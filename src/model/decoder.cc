@@ -132,16 +132,10 @@ void Decoder::Append(std::span<const BatchItem> batch, StepRows& rows) {
 }
 
 PlanDesc Decoder::Describe(const StepRows& rows, size_t first_item, size_t num_items, const Settings& settings) const {
-  PlanDesc desc;
-  desc.settings = settings;
-  desc.dtype = rows.cache->layout().dtype;
-  desc.num_q_heads = config_.num_q_heads;
-  desc.num_kv_heads = config_.num_kv_heads;
-  desc.head_dim = config_.head_dim;
+  PlanDesc desc = PagedPlan(config_, settings, rows.cache->layout().dtype);
   desc.num_seqs = static_cast<int32_t>(num_items);
   desc.q_lens = rows.q_lens.data() + first_item;
   desc.kv_lens = rows.kv_lens.data() + first_item;
-  desc.page_size = kPageTokens;
   desc.max_threads = threads_.num_threads();
   return desc;
 }

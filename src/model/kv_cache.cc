@@ -13,6 +13,17 @@ size_t Align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 }  // namespace
 
+PlanDesc PagedPlan(const ModelConfig& config, const Settings& settings, int32_t dtype) {
+  PlanDesc desc;
+  desc.settings = settings;
+  desc.dtype = dtype;
+  desc.num_q_heads = config.num_q_heads;
+  desc.num_kv_heads = config.num_kv_heads;
+  desc.head_dim = config.head_dim;
+  desc.page_size = kPageTokens;
+  return desc;
+}
+
 int32_t KvTypeFromName(std::string_view name) {
   for (const int32_t dtype : {PHSA_F32, PHSA_F16, PHSA_BF16}) {
     if (name == DtypeName(dtype)) return dtype;
@@ -27,16 +38,10 @@ PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings,
   page_bytes = Align(kPageTokens);  // flags
   for (int32_t i = 0; i < num_layers; ++i) {
     // The attention says how wide representatives are and how many of them a page completes; a plan of one page asks.
-    PlanDesc desc;
-    desc.settings = settings.ForLayer(i);
-    desc.dtype = dtype;
-    desc.num_q_heads = config.num_q_heads;
-    desc.num_kv_heads = num_kv_heads;
-    desc.head_dim = head_dim;
-    desc.num_seqs = 1;
+    PlanDesc desc = PagedPlan(config, settings.ForLayer(i), dtype);
     const int32_t tokens = kPageTokens;
+    desc.num_seqs = 1;
     desc.q_lens = desc.kv_lens = &tokens;
-    desc.page_size = kPageTokens;
     const Plan plan(desc);
     Layer layer;
     layer.keys = page_bytes;

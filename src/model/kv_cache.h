@@ -21,6 +21,9 @@ namespace phsa {
 inline constexpr int32_t kPageTokens = 128;
 inline constexpr size_t PagesFor(size_t tokens) { return tokens / kPageTokens + (tokens % kPageTokens != 0 ? 1 : 0); }
 
+// A plan of a model's attention over such pages; lengths and device are for the caller to add.
+PlanDesc PagedPlan(const ModelConfig& config, const Settings& settings, int32_t dtype);
+
 int32_t KvTypeFromName(std::string_view name);  // phsa_dtype of f32, f16, bf16; throws phsa::Error
 
 // Where things lie in a page; all in bytes, every part aligned to 64.

@@ -776,16 +776,10 @@ DecodeGraph& CudaBackend::FindGraph(int32_t num_seqs, int32_t max_kv_len, const 
   DistinctSettings distinct(made.settings, config_.num_layers);
   for (size_t i = 0; i < distinct.all.size(); ++i) {
     const auto first = std::ranges::find(distinct.of_layer, i);  // a layer that has them
-    PlanDesc desc;
-    desc.settings = *distinct.all[i];
-    desc.dtype = kv_dtype_;
-    desc.num_q_heads = config_.num_q_heads;
-    desc.num_kv_heads = config_.num_kv_heads;
-    desc.head_dim = config_.head_dim;
+    PlanDesc desc = PagedPlan(config_, *distinct.all[i], kv_dtype_);
     desc.num_seqs = num_seqs;
     desc.q_lens = q_lens.data();
     desc.kv_lens = kv_lens.data();
-    desc.page_size = kPageTokens;
     desc.device = PHSA_DEVICE_CUDA;
     const Plan& plan = made.plans.emplace_back(desc);
     lambdas.insert(lambdas.end(), plan.impl().lambda.begin(), plan.impl().lambda.end());
