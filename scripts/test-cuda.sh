@@ -29,6 +29,11 @@ for source in src/attention/cuda/*.cu src/ops/cuda/*.cu; do
 done | xargs -r -P "${JOBS:-2}" -I{} sh -c '{}'
 # shellcheck disable=SC2086
 "$nvcc" -shared -o "$build/libphsa_cuda_kernels.so" $(ls "$build"/*.o)
+# What takes the GPU away from the engine in its tests.
+# shellcheck disable=SC2086
+if [ ! -e "$build/libbreak_device.so" ] || [ tests/cuda/break_device.cu -nt "$build/libbreak_device.so" ]; then
+  "$nvcc" -std=c++20 -O1 $targets -Xcompiler -fPIC -shared tests/cuda/break_device.cu -o "$build/libbreak_device.so"
+fi
 [ "${1:-}" = --build ] && exit 0
 
 # The tests are programs too: a GPU machine may have torch and no pytest.

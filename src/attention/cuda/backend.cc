@@ -10,6 +10,7 @@
 
 #include "attention/cuda/cuda.h"
 #include "attention/cuda/decode_backward.h"
+#include "base/cuda_error.h"
 #include "base/errors.h"
 
 namespace phsa::cuda {
@@ -173,6 +174,9 @@ Layout ForwardLayout(const PlanImpl& plan) {
 void Check(cudaError_t error, const char* where) {
   if (error == cudaSuccess) return;
   const bool missing = error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver;
+  if (!missing && DeviceFailed(error)) {
+    Throw(PHSA_IO, "{}: the GPU failed ({}); start the program again", where, cudaGetErrorString(error));
+  }
   Throw(missing ? PHSA_UNSUPPORTED : PHSA_INTERNAL, "{}: CUDA: {}", where, cudaGetErrorString(error));
 }
 

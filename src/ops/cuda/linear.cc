@@ -67,7 +67,7 @@ const Library& TheLibrary() {
 void CheckBlas(cublasStatus_t status, const char* what) {
   if (status == CUBLAS_STATUS_SUCCESS) return;
   if (status == CUBLAS_STATUS_ALLOC_FAILED) Check(cudaErrorMemoryAllocation, what);
-  Check(cudaPeekAtLastError(), what);  // it says more, where it is CUDA's fault
+  Check(cudaFree(nullptr), what);  // a call that does nothing says more where the device failed
   Throw(PHSA_INTERNAL, "{}: cuBLASLt answered {}", what, static_cast<int>(status));
 }
 

@@ -1,28 +1,10 @@
 #include "ops/cuda/runtime.h"
 
+#include "base/cuda_error.h"
 #include "base/errors.h"
 
 namespace phsa::cuda {
 namespace {
-
-// The device itself, not what it was asked to do.
-bool DeviceFailed(cudaError_t error) {
-  switch (error) {
-    case cudaErrorNoDevice:
-    case cudaErrorInsufficientDriver:
-    case cudaErrorDevicesUnavailable:
-    case cudaErrorDeviceUninitialized:
-    case cudaErrorECCUncorrectable:
-    case cudaErrorNvlinkUncorrectable:
-    case cudaErrorHardwareStackError:
-    case cudaErrorLaunchTimeout:
-    case cudaErrorSystemNotReady:
-    case cudaErrorSystemDriverMismatch:
-    case cudaErrorExternalDevice:
-    case cudaErrorUnknown: return true;
-    default: return false;
-  }
-}
 
 uint64_t Megabytes(uint64_t bytes) { return (bytes + 999999) / 1000000; }
 
