@@ -22,8 +22,8 @@ void Backward(const PlanImpl& plan, const phsa::BackwardParams& params);
 // nothing is copied from the plan, whose lengths are upper limits. False where these kernels cannot run it.
 // kv_lens: device [num_seqs]; lambda: device [num_kv_heads]. The workspace takes DecodeWorkspaceSize(*decode) bytes.
 struct DecodeParams;
-bool PrepareDecode(const PlanImpl& plan, const phsa::ForwardParams& params, const int32_t* kv_lens, const float* lambda,
-                   DecodeParams* decode);
+PHSA_API bool PrepareDecode(const PlanImpl& plan, const phsa::ForwardParams& params, const int32_t* kv_lens,
+                            const float* lambda, DecodeParams* decode);
 
 }  // namespace phsa::cuda
 

@@ -1,5 +1,7 @@
 // The CUDA kernels' interface: plain structs with device pointers. Nothing here allocates or waits for the device;
 // every function queues its kernels on the stream and returns what the launches answered.
+//
+// PHSA_API has what the engine calls beside the C ABI: as a Python module it takes the attention from libphsa.
 #ifndef PHSA_ATTENTION_CUDA_CUDA_H_
 #define PHSA_ATTENTION_CUDA_CUDA_H_
 
@@ -7,6 +9,8 @@
 
 #include <cstddef>
 #include <cstdint>
+
+#include "phsa/c.h"
 
 namespace phsa::cuda {
 
@@ -64,14 +68,14 @@ struct ForwardParams {
 
 // Copies a small table into device memory; both addresses and the size are multiples of 4. `from` may change
 // afterwards.
-cudaError_t Upload(const void* from, size_t size, void* to, cudaStream_t stream);
+PHSA_API cudaError_t Upload(const void* from, size_t size, void* to, cudaStream_t stream);
 
 // NULL, or what these kernels cannot do with this shape.
 const char* Unsupported(const Shape& shape, const Batch& batch);
 
 // Bytes of workspace that Select needs: at most kSelectWorkspace and what 128 queries take.
 inline constexpr size_t kSelectWorkspace = size_t{512} << 20;
-size_t SelectWorkspaceSize(const Shape& shape, const Batch& batch);
+PHSA_API size_t SelectWorkspaceSize(const Shape& shape, const Batch& batch);
 
 // Writes the representatives of the blocks that the batch's queries complete, or of all complete blocks.
 cudaError_t Represent(const ForwardParams& params, bool all_blocks, cudaStream_t stream);

@@ -59,9 +59,9 @@ struct DecodeParams {
 };
 
 // Bytes of workspace for these shapes (pointers are not read).
-size_t DecodeWorkspaceSize(const DecodeParams& params);
+PHSA_API size_t DecodeWorkspaceSize(const DecodeParams& params);
 // cudaErrorInvalidValue for shapes it does not support, else what the launches returned.
-cudaError_t Decode(const DecodeParams& params, cudaStream_t stream);
+PHSA_API cudaError_t Decode(const DecodeParams& params, cudaStream_t stream);
 
 // Gradients for a saved selection. Packed sequences, every query has a key: sequence s holds the tokens
 // cu_seqlens[s] … cu_seqlens[s+1] - 1 of every array.
