@@ -884,7 +884,7 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
     share[1] = __float2bfloat162_rn(Exp2(log_share.y + kCodeExponent) * (1.0f + kUp));
   }
   // Calls take(first of two windows, bounds of the one and of the other); windows beyond the last have codes of 0.
-  constexpr int kBatch = 4;  // windows whose codes are under way
+  constexpr int kBatch = 8;  // windows whose codes are under way
   const auto load_codes = [&](int w0, uint2(&batch)[kBatch]) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) batch[i] = w0 + i < windows ? codes[(w0 + i) * 32] : uint2{};
