@@ -3,7 +3,9 @@
 #include <cmath>
 #include <cstring>
 
+#include "base/dtype.h"
 #include "fake_model.h"
+#include "model/cuda/weight_layout.h"
 #include "model/decoder.h"
 #include "model/kv_cache.h"
 #include "model/rope.h"
@@ -188,6 +190,130 @@ TEST(Weights, ThePlanSaysWhatLoadingTakes) {
     }
     EXPECT_EQ(PlanWeights(model, mode).bytes, bytes);
   }
+}
+
+// A model's weights as they would lie on a GPU, in host memory.
+struct DeviceImage {
+  DeviceImage(const ModelSource& source, WeightsMode mode)
+      : memory(cuda::WeightLayout(source, mode, nullptr).bytes), layout(source, mode, memory.data()) {
+    for (const ModelTensor& tensor : ModelTensors(source)) {
+      const cuda::PackedRows& place = layout.places.at(tensor.name);
+      for (int64_t row = 0; row < tensor.rows; ++row) PackRow(tensor, source.config(), {}, row, place, row);
+    }
+  }
+  // Row `row` of a matrix, as what it stands for.
+  static std::vector<float> Row(const cuda::MatrixView& matrix, size_t row, size_t cols) {
+    std::vector<float> values(cols);
+    for (size_t i = 0; i < cols; ++i) {
+      const size_t at = row * cols + i;
+      if (matrix.is_int8()) {
+        const float code = static_cast<float>(static_cast<const uint8_t*>(matrix.data)[at]) - 128;
+        values[i] = F32FromF16(matrix.scales[at / kWeightGroup]) * code * matrix.factors[row];
+      } else {
+        values[i] = F32FromBf16(static_cast<const uint16_t*>(matrix.data)[at]);
+      }
+    }
+    return values;
+  }
+  std::vector<uint8_t> memory;
+  cuda::WeightLayout layout;
+};
+
+TEST(DeviceWeights, MatricesOnAGpuHaveTheNumbersOfTheCpus) {
+  const FakeModel model;
+  ThreadPool threads(1);
+  for (const WeightsMode mode : {WeightsMode::kBf16, WeightsMode::kInt8}) {
+    const Weights cpu = LoadWeights(model, mode, threads, [](double) { return true; });
+    const DeviceImage gpu(model, mode);
+    const auto expect_same = [](const cuda::MatrixView& view, const std::vector<const Matrix*>& side_by_side) {
+      size_t at = 0;
+      for (const Matrix* matrix : side_by_side) {
+        std::vector<float> row(static_cast<size_t>(matrix->cols()));
+        for (int32_t i = 0; i < matrix->rows(); ++i, ++at) {
+          matrix->GetRow(i, row.data());
+          ASSERT_EQ(DeviceImage::Row(view, at, row.size()), row) << "row " << at;
+        }
+      }
+    };
+    ASSERT_EQ(gpu.layout.layers.size(), cpu.layers.size());
+    for (size_t i = 0; i < cpu.layers.size(); ++i) {
+      const LayerWeights& layer = cpu.layers[i];
+      const cuda::DeviceLayer& views = gpu.layout.layers[i];
+      for (const cuda::MatrixView* view : {&views.qkv, &views.o, &views.gate_up, &views.down}) {
+        EXPECT_EQ(view->is_int8(), mode == WeightsMode::kInt8);
+      }
+      expect_same(views.qkv, {&layer.q, &layer.k, &layer.v});
+      expect_same(views.o, {&layer.o});
+      expect_same(views.gate_up, {&layer.gate, &layer.up});
+      expect_same(views.down, {&layer.down});
+    }
+    EXPECT_EQ(gpu.layout.places.at("model.embed_tokens.weight").type, WeightType::kBf16);
+  }
+}
+
+TEST(DeviceWeights, PlacesLieApartAndTakeWhatTheSizesSay) {
+  const FakeModel model;
+  constexpr size_t kLayer = 512 * 64 + 64 * 256 + 2 * 96 * 64 + 64 * 96;  // elements of its matrices
+  constexpr size_t kRows = 512 + 64 + 2 * 96 + 64;
+  size_t taken[2] = {};
+  for (const WeightsMode mode : {WeightsMode::kBf16, WeightsMode::kInt8}) {
+    const bool int8 = mode == WeightsMode::kInt8;
+    DeviceImage image(model, mode);
+    std::vector<int> owners(image.memory.size());
+    const auto own = [&](const void* data, size_t bytes, size_t alignment) {
+      const auto begin = static_cast<size_t>(static_cast<const uint8_t*>(data) - image.memory.data());
+      ASSERT_LE(begin + bytes, owners.size());
+      ASSERT_EQ(begin % alignment, 0u);
+      for (size_t i = begin; i < begin + bytes; ++i) ASSERT_EQ(owners[i]++, 0) << "two tensors at " << i;
+    };
+    for (const ModelTensor& tensor : ModelTensors(model)) {
+      const cuda::PackedRows& place = image.layout.places.at(tensor.name);
+      const auto rows = static_cast<size_t>(std::max<int64_t>(tensor.rows, 1)), cols = static_cast<size_t>(tensor.cols);
+      if (place.type == WeightType::kInt8) {
+        own(place.data, rows * cols, 16);
+        own(place.scales, rows * cols / 32 * 2, 2);
+        own(place.factors, rows * 4, 4);
+        EXPECT_EQ(cuda::PackedRowBytes(place.type, tensor.cols), cols + cols / 32 * 2 + 4);
+      } else {
+        own(place.data, rows * cuda::PackedRowBytes(place.type, tensor.cols), 16);
+      }
+    }
+    EXPECT_EQ(image.layout.largest_int8, int8 ? size_t{512} * 64 : 0u);
+    for (const int owner : owners) taken[int8] += static_cast<size_t>(owner);
+  }
+  // A byte and a sixteenth in place of two bytes, and a factor to a row.
+  EXPECT_EQ(taken[0] - taken[1], 2 * (2 * kLayer - (kLayer + kLayer / 16 + 4 * kRows)));
+}
+
+TEST(DeviceWeights, CodesOfAFileStayAsTheyAreUnlessAnAdapterAddsToThem) {
+  constexpr int64_t kCols = 64;
+  std::vector<uint8_t> blocks;
+  for (int block = 0; block < 2; ++block) {
+    const uint16_t scale = F16FromF32(block == 0 ? 0.01f : 3e-6f);
+    blocks.push_back(static_cast<uint8_t>(scale));
+    blocks.push_back(static_cast<uint8_t>(scale >> 8));
+    for (int i = 0; i < 32; ++i) blocks.push_back(static_cast<uint8_t>(i * 8));  // -128 is one of them
+  }
+  Tensor file;
+  file.type = TensorType::kQ8_0;
+  file.shape = {1, kCols};
+  file.data = blocks.data();
+  file.bytes = blocks.size();
+  const ModelTensor tensor{"w", &file, 1, kCols};
+  std::vector<float> values(kCols);
+  Dequantize(file.type, file.data, kCols, values.data());
+  std::vector<uint8_t> codes(kCols);
+  std::vector<uint16_t> scales(2);
+  float factor = 0;
+  const cuda::PackedRows to{WeightType::kInt8, codes.data(), scales.data(), &factor};
+  const cuda::MatrixView view{codes.data(), scales.data(), &factor};
+  PackRow(tensor, {}, {}, 0, to, 0);
+  EXPECT_EQ(DeviceImage::Row(view, 0, kCols), values);
+  EXPECT_EQ(codes[16], 0);  // -128
+  const cuda::AdapterDelta delta{std::vector<float>(kCols, 0.5f), {2.0f}, 1, 0.25f};
+  PackRow(tensor, {}, delta, 0, to, 0);
+  const std::vector<float> row = DeviceImage::Row(view, 0, kCols);
+  for (size_t i = 0; i < kCols; ++i) EXPECT_NEAR(row[i], values[i] + 0.25f, 1.6f / 127 * 0.57f);
 }
 
 TEST(Weights, InterleavedRowsAreTheSameModel) {

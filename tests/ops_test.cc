@@ -375,6 +375,37 @@ TEST_F(Ops, Int8QuantisationIsOffByHalfAStepAtMost) {
   }
 }
 
+TEST_F(Ops, Int8RowsOutsideOfAMatrixAreThoseInIt) {
+  for (const int32_t cols : {7, 32, 100, 576}) {
+    for (const float size : {0.0f, 1e-20f, 1.0f, 1e20f}) {
+      std::vector<float> values = RandomFloats(static_cast<size_t>(cols), 92, size), row(values.size());
+      values[1] = kNan;
+      values[2] = -kInfinity;
+      std::vector<int8_t> codes(values.size());
+      std::vector<uint16_t> scales((values.size() + 31) / 32);
+      Matrix matrix(WeightType::kInt8, 1, cols);
+      const auto expect_same = [&](float factor) {
+        matrix.GetRow(0, row.data());
+        int exponent = 0;
+        EXPECT_EQ(std::frexp(factor, &exponent), 0.5f) << "no power of two";
+        for (size_t i = 0; i < values.size(); ++i) {
+          ASSERT_EQ(F32FromF16(scales[i / 32]) * codes[i] * factor, row[i]) << cols << ' ' << size << " at " << i;
+        }
+      };
+      const float factor = QuantizeInt8(values.data(), cols, codes.data(), scales.data());
+      matrix.SetRow(0, values.data());
+      expect_same(factor);
+      EXPECT_EQ(row[1], 0.0f);
+      EXPECT_EQ(row[2], 0.0f);
+      // A row whose codes are known.
+      std::vector<float> known = RandomFloats(scales.size(), 93, size);
+      for (size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<int8_t>(i * 37);
+      matrix.SetRowInt8(0, codes.data(), known.data());
+      expect_same(RoundInt8Scales(known.data(), static_cast<int32_t>(known.size()), scales.data()));
+    }
+  }
+}
+
 TEST_F(Ops, ScalesOutsideTheRangeOfF16AreKept) {
   for (const float size : {1e-30f, 1e-8f, 1e8f, 1e25f}) {
     const std::vector<float> scales = {size, size / 64}, mins = {-3 * size, size};

@@ -12,6 +12,7 @@ Steps, each once for each model and length; what results.jsonl holds already is 
     check    the log-probabilities of 4,096 tokens against transformers', with dense attention and PHSA
     prefill  time to the first token: phsa with dense attention and PHSA, transformers with each SDPA backend
     decode   tokens per second of --batches sequences at once, and transformers'
+    int8     decode with int8 weights, beside the rows of the step decode: --batches, and 1 and 4
     parts    where the time goes
     long     one text of --long tokens with PHSA: time to the first token, then decode
 
@@ -38,7 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from server_bench import TEXT, Peer, free_port
 
-STEPS = ("check", "prefill", "decode", "parts", "long")
+STEPS = ("check", "prefill", "decode", "int8", "parts", "long")
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 SPARSE = ["-K", "16", "--init", "128", "--local", "512"]
 CHECK_TOKENS = 4096
@@ -329,15 +330,24 @@ class Bench:
     def decode(self):
         for length in self.args.lengths:
             for batch in self.args.batches:
-                for attention in ("dense", "phsa"):
-                    key = dict(what="decode", engine="phsa", attention=attention, length=length, batch=batch)
-                    if self.missing(**key):
-                        self.unload()
-                        flags = ("-p", 0, "-n", WRITTEN, "-d", length, "-b", batch, "-r", self.args.repeats)
-                        row = self.phsa(attention, *flags)
-                        self.add(**key, **self.only(row, "tokens_per_s", "memory", "read_share", "error"))
+                self.decode_phsa(length, batch)
                 if self.missing(what="decode", engine="transformers", length=length, batch=batch):
                     self.decode_hf(length, batch)
+
+    def int8(self):
+        for length in self.args.lengths:
+            for batch in sorted({1, 4, *self.args.batches}):
+                self.decode_phsa(length, batch)  # what it is compared with, where it is not there yet
+                self.decode_phsa(length, batch, "int8", "--weights", "int8")
+
+    def decode_phsa(self, length, batch, what="decode", *flags):
+        for attention in ("dense", "phsa"):
+            key = dict(what=what, engine="phsa", attention=attention, length=length, batch=batch)
+            if self.missing(**key):
+                self.unload()
+                work = ("-p", 0, "-n", WRITTEN, "-d", length, "-b", batch, "-r", self.args.repeats)
+                row = self.phsa(attention, *work, *flags)
+                self.add(**key, **self.only(row, "tokens_per_s", "memory", "read_share", "error"))
 
     @torch.inference_mode()
     def decode_hf(self, length, batch):
@@ -461,6 +471,16 @@ def print_table(results):
         sparse, dense, theirs = (cell(row, "tokens_per_s", "{:.1f}") for row in rows)
         gain = ratio(get(rows[0], "tokens_per_s"), get(rows[1], "tokens_per_s"))
         line(model, length, batch, sparse, dense, gain, theirs)
+
+    head(
+        "Decode with int8 weights, tokens per second of all sequences together (memory, GB)",
+        *("model", "tokens", "batch", "attention", "bf16", "int8", "int8 / bf16"),
+    )
+    for row in results.find(what="int8"):
+        key = {name: row[name] for name in ("model", "length", "batch", "attention")}
+        wide = one(what="decode", engine="phsa", **key)
+        cells = (cell(each, "tokens_per_s", "{:.1f}") for each in (wide, row))
+        line(*key.values(), *cells, ratio(get(row, "tokens_per_s"), get(wide, "tokens_per_s")))
 
     parts = ("products", "selection", "attention", "other")
     head("Where the time goes, percent (pp: prefill, tg: decode)", "model", "tokens", "test", "policy", *parts)

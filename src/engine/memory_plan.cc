@@ -24,7 +24,7 @@ void CheckFits(const MemoryPlan& plan) {
   if (plan.total() <= plan.available) return;
   ThrowInvalid("{}: it does not fit; {} needs less", plan.Text(),
                plan.gpu.empty() ? "a smaller context (-c), --kv-type bf16 or --weights int8"
-                                : "a smaller context (-c) or --chunk, or --device cpu");
+                                : "a smaller context (-c) or --chunk, --weights int8 or --device cpu");
 }
 
 }  // namespace phsa

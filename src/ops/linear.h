@@ -30,6 +30,13 @@ const char* WeightTypeName(WeightType type);  // "f32", "bf16", "int8", "int4"
 inline constexpr int32_t kWeightGroup = 32;
 inline constexpr int32_t kPanelRows = 16;  // rows that lie interleaved
 
+// A row of int8 weights as it is stored, here and on a GPU: w = factor · scale · code, the scale that of the column's
+// group, in f16, the factor a power of two of the row that keeps its scales far from both ends of f16's range. Both
+// return the factor. Values that are no finite numbers become 0.
+float QuantizeInt8(const float* values, int32_t cols, int8_t* codes, uint16_t* scales);  // [cols], [cols], [groups]
+// Where the codes are known: [groups], [groups].
+float RoundInt8Scales(const float* scales, int32_t groups, uint16_t* rounded);
+
 // W, [rows][cols]. Rows of different panels (row / kPanelRows) may be set by different threads at once.
 class Matrix {
  public:
@@ -53,6 +60,7 @@ class Matrix {
 
  private:
   uint8_t* PanelOf(int32_t row) const;
+  void StoreInt8(int32_t row, const int8_t* codes, const uint16_t* scales, float factor);
   WeightType type_ = WeightType::kF32;
   int32_t rows_ = 0, cols_ = 0;
   std::shared_ptr<uint8_t> data_;  // small ones share a piece of memory

@@ -119,6 +119,32 @@ const char* WeightTypeName(WeightType type) {
   return "unknown";
 }
 
+float RoundInt8Scales(const float* scales, int32_t groups, uint16_t* rounded) {
+  const RowFactor f = RowFactorOf(LargestFinite(scales, groups, 0));
+  for (int32_t g = 0; g < groups; ++g) rounded[g] = F16FromF32(scales[g] * f.inverse);
+  return f.factor;
+}
+
+float QuantizeInt8(const float* values, int32_t cols, int8_t* codes, uint16_t* scales) {
+  const int32_t groups = NumGroups(cols);
+  std::vector<float> wanted(static_cast<size_t>(groups));
+  for (int32_t g = 0; g < groups; ++g) {
+    const int32_t begin = g * kWeightGroup, end = std::min(begin + kWeightGroup, cols);
+    wanted[static_cast<size_t>(g)] = LargestFinite(values + begin, end - begin, 0) / 127.0f;
+  }
+  const float factor = RoundInt8Scales(wanted.data(), groups, scales);
+  for (int32_t g = 0; g < groups; ++g) {
+    const int32_t begin = g * kWeightGroup, end = std::min(begin + kWeightGroup, cols);
+    const float scale = F32FromF16(scales[g]) * factor;  // the codes belong to the scales as they are stored
+    const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    for (int32_t c = begin; c < end; ++c) {
+      const float code = std::isfinite(values[c]) ? std::nearbyint(values[c] * inverse) : 0.0f;
+      codes[c] = static_cast<int8_t>(std::clamp(code, -127.0f, 127.0f));
+    }
+  }
+  return factor;
+}
+
 size_t Matrix::Bytes(WeightType type, int32_t rows, int32_t cols) {
   // More than any machine has, and the sums below would overflow.
   if (int64_t{rows} * cols > int64_t{1} << 56) return SIZE_MAX;
@@ -167,27 +193,10 @@ void Matrix::SetRow(int32_t row, const float* values) {
       }
       return;
     case WeightType::kInt8: {
-      const int32_t groups = NumGroups(cols_);
-      std::vector<float> scales(static_cast<size_t>(groups));
+      std::vector<uint16_t> scales(static_cast<size_t>(NumGroups(cols_)));
       std::vector<int8_t> codes(static_cast<size_t>(cols_));
-      for (int32_t g = 0; g < groups; ++g) {
-        const int32_t begin = g * kWeightGroup, end = std::min(begin + kWeightGroup, cols_);
-        const float largest = LargestFinite(values + begin, end - begin, 0);
-        scales[static_cast<size_t>(g)] = largest / 127.0f;
-      }
-      // The codes belong to the scales as they are stored.
-      SetRowInt8(row, codes.data(), scales.data());
-      const float factor = factors()[row];
-      for (int32_t g = 0; g < groups; ++g) {
-        const int32_t begin = g * kWeightGroup, end = std::min(begin + kWeightGroup, cols_);
-        const float scale = LoadScale(panel + (g * kPanelRows + row % kPanelRows) * 2) * factor;
-        const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
-        for (int32_t c = begin; c < end; ++c) {
-          const float code = std::isfinite(values[c]) ? std::nearbyint(values[c] * inverse) : 0.0f;
-          codes[static_cast<size_t>(c)] = static_cast<int8_t>(std::clamp(code, -127.0f, 127.0f));
-        }
-      }
-      SetRowInt8(row, codes.data(), scales.data());
+      const float factor = QuantizeInt8(values, cols_, codes.data(), scales.data());
+      StoreInt8(row, codes.data(), scales.data(), factor);
       return;
     }
     case WeightType::kInt4: PHSA_CHECK(!"int4 rows come with codes");
@@ -195,14 +204,17 @@ void Matrix::SetRow(int32_t row, const float* values) {
 }
 
 void Matrix::SetRowInt8(int32_t row, const int8_t* codes, const float* scales) {
+  std::vector<uint16_t> rounded(static_cast<size_t>(NumGroups(cols_)));
+  const float factor = RoundInt8Scales(scales, NumGroups(cols_), rounded.data());
+  StoreInt8(row, codes, rounded.data(), factor);
+}
+
+void Matrix::StoreInt8(int32_t row, const int8_t* codes, const uint16_t* scales, float factor) {
   PHSA_CHECK(type_ == WeightType::kInt8);
   uint8_t* const panel = PanelOf(row);
   const int32_t groups = NumGroups(cols_), lane = row % kPanelRows;
-  const RowFactor f = RowFactorOf(LargestFinite(scales, groups, 0));
-  reinterpret_cast<float*>(data_.get())[row] = f.factor;
-  for (int32_t g = 0; g < groups; ++g) {
-    Store16(panel + (g * kPanelRows + lane) * 2, F16FromF32(scales[g] * f.inverse));
-  }
+  reinterpret_cast<float*>(data_.get())[row] = factor;
+  for (int32_t g = 0; g < groups; ++g) Store16(panel + (g * kPanelRows + lane) * 2, scales[g]);
   uint8_t* at = panel + LayoutOf(type_, cols_).codes + lane * 4;
   for (int32_t c = 0; c < groups * kWeightGroup; c += 4, at += kWord) {
     int8_t quad[4] = {};

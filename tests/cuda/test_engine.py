@@ -36,7 +36,9 @@ VOCABULARY = 512
 EXACT = ["--device", "cpu", "--weights", "f32", "--kv-type", "f32"]
 ROUNDED = ["--device", "cpu", "--weights", "bf16", "--kv-type", "bf16"]
 GPU = ["--device", "cuda"]
-TIMES_THE_ERROR = 2.0  # that bf16 has on the CPU, on average over tokens
+INT8 = ["--weights", "int8"]
+ROUNDED_TO_INT8 = ["--device", "cpu", *INT8, "--kv-type", "bf16"]
+TIMES_THE_ERROR = 2.0  # that bf16 (or int8) has on the CPU, on average over tokens
 SPARSE = {"top_k": 4, "init": 16, "local": 64}
 ATTENTIONS = [{"attention": "dense"}, *({"attention": name, **SPARSE} for name in ("phsa", "infllm2", "streaming"))]
 
@@ -76,13 +78,23 @@ CONFIGS = {
             },
         },
     ),
+    # Rows that are no whole number of groups of int8 weights.
+    "odd": (transformers.LlamaConfig, {"num_attention_heads": 4, "hidden_size": 200, "head_dim": 64}),
 }
+CONFIGS["int8"] = CONFIGS["llama"]
 FOLDER = tempfile.TemporaryDirectory(prefix="phsa-engine-")
+
+
+def rounded_to_int8(weights):
+    """The nearest weights that are a scale times a code for every 32 columns: quantising them again changes nothing."""
+    groups = weights.view(weights.shape[0], -1, 32)
+    scales = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
+    return ((groups / scales).round().clamp(-127, 127) * scales).view_as(weights)
 
 
 @functools.cache
 def model(name):
-    """A folder with random weights."""
+    """A folder with random weights; those of the layers of "int8" are codes with scales."""
     torch.manual_seed(3)
     make, sizes = CONFIGS[name]
     sizes = {"hidden_size": 256, "tie_word_embeddings": True, **sizes}
@@ -105,8 +117,10 @@ def model(name):
             else:  # scores and logits that spread by 1 and by 3
                 scale = 3 if "embed_tokens" in parameter_name or "lm_head" in parameter_name else 1
                 parameter.normal_(0, scale / parameter.shape[1] ** 0.5)
+                if name == "int8" and "layers" in parameter_name:
+                    parameter.copy_(rounded_to_int8(parameter))
     folder = pathlib.Path(FOLDER.name) / name
-    network.to(torch.bfloat16).save_pretrained(folder)
+    network.to(torch.float32 if name == "int8" else torch.bfloat16).save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()), encoding="utf-8")
     return folder
 
@@ -162,10 +176,11 @@ def all_at_once(function, items):
         return list(pool.map(function, items))
 
 
-def check_model(name):
+def check_model(name, rounded_flags=ROUNDED, gpu_flags=GPU):
     cases = [(text, how) for text in prompts((5, 130, 700, 1500, 3000)) for how in ATTENTIONS]
     written = 40  # over the edges of blocks and pages, and long enough for graphs to be replayed
-    with server(model(name), EXACT) as exact, server(model(name), ROUNDED) as rounded, server(model(name), GPU) as gpu:
+    folder = model(name)
+    with server(folder, EXACT) as exact, server(folder, rounded_flags) as rounded, server(folder, gpu_flags) as gpu:
         want = [log_probabilities(exact, *case) for case in cases]
         cpu = [log_probabilities(rounded, *case) for case in cases]
         alone = [log_probabilities(gpu, *case) for case in cases]
@@ -206,6 +221,15 @@ def test_llama_scores_and_writes_as_the_cpu_does():
     check_model("llama")
 
 
+def test_int8_weights_score_and_write_as_the_cpus_do():
+    check_model("qwen2", ROUNDED_TO_INT8, [*GPU, *INT8])
+
+
+def test_weights_that_int8_holds_exactly_cost_no_more_than_bf16():
+    """The CPU's int8 rounds activations too, and so allows much; here the limit is what bf16 costs."""
+    check_model("int8", ROUNDED, [*GPU, *INT8])
+
+
 def perplexity(folder, *flags):
     return json.loads(run("perplexity", "-m", folder, "-f", TEXT, "--json", *flags).stdout.splitlines()[-1])
 
@@ -219,6 +243,16 @@ def test_chunks_types_of_the_cache_and_who_looks_change_nothing():
         assert abs(got["ppl"] / want["ppl"] - 1) < 0.02, flags
         if "recall" in got:
             assert abs(got["recall"] - want["recall"]) < 0.01
+
+
+def test_int8_weights_are_the_same_model_in_any_chunks():
+    """4 tokens at a time are multiplied with int8 weights, more with what they become in bf16."""
+    want = perplexity(model("int8"), "-c", 1000, *EXACT)
+    for flags in ([], ["--chunk", 4], ["--chunk", 100]):
+        got = perplexity(model("int8"), "-c", 1000, *GPU, *INT8, *flags)
+        print(flags, got["weights"], got["ppl"], want["ppl"])
+        assert got["weights"] == "bf16, int8"
+        assert abs(got["ppl"] / want["ppl"] - 1) < 0.02, flags
 
 
 def test_a_saved_cache_goes_on_where_it_was():
@@ -242,6 +276,9 @@ def test_what_the_gpu_cannot_do_is_refused():
     ):
         done = run("perplexity", "-m", folder, "-f", TEXT, "-c", 256, *GPU, *flags, status=2)
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    # The CPU's int8 weights may end within a group of 32.
+    done = run("perplexity", "-m", model("odd"), "-f", TEXT, "-c", 256, *GPU, *INT8, status=2)
+    assert "multiples of 32" in done.stderr, done.stderr
     assert "cuda:0" in run("perplexity", "-m", folder, "-f", TEXT, "--device", "cuda:99", status=2).stderr
     # More tokens of cache than any device has memory for: refused before anything is loaded.
     done = run("serve", "-m", folder, *GPU, "--port", free_port(), "--cache-tokens", 2_000_000_000, status=2)

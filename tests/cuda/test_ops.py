@@ -94,13 +94,17 @@ class TopLogits(ctypes.Structure):
     ]
 
 
+class MatrixView(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("scales", c_void_p), ("factors", c_void_p)]
+
+
 class FewRowsParams(ctypes.Structure):
     _fields_ = [
         ("result", c_int32),
         ("m", c_int32),
         ("n", c_int32),
         ("k", c_int32),
-        ("weights", c_void_p),
+        ("weights", MatrixView),
         ("bias", c_void_p),
         ("x", c_void_p),
         ("norm", c_void_p),
@@ -167,21 +171,50 @@ def test_norm_of_all_rows_named_rows_and_embedded_tokens():
         assert_rounded(out, norm64(x, weight, 1e-6), f"norm of embedded tokens of {dim}")
 
 
+class Weights:
+    """Random weights [matrices][n][k]: `values` are what the kernels multiply with, exactly, in float64."""
+
+    def __init__(self, matrices, n, k, int8):
+        values = torch.randn(matrices, n, k, device=CUDA) / k**0.5
+        self.codes = self.scales = self.factors = None
+        if int8:
+            # Scales that spread over much of f16's range, and the powers of two that bring them back.
+            self.codes = torch.randint(256, (matrices, n, k), device=CUDA, dtype=torch.uint8)
+            powers = torch.randint(-22, -7, (matrices, n, 1), device=CUDA).double()
+            self.factors = (2**powers).float()
+            scales = (torch.rand(matrices, n, k // 32, device=CUDA) + 0.1) / (100 * k**0.5)
+            self.scales = (scales / self.factors).half()
+            scales = (self.scales.double() * self.factors).repeat_interleave(32, -1)
+            self.values = (self.codes.double() - 128) * scales
+        else:
+            self.data = values.bfloat16()
+            self.values = self.data.double()
+
+    def view(self):
+        if self.codes is None:
+            return MatrixView(self.data.data_ptr())
+        return MatrixView(self.codes.data_ptr(), self.scales.data_ptr(), self.factors.data_ptr())
+
+
 def test_products_of_a_few_rows():
-    for n, k in ((1, 64), (1000, 576), (4096, 1024), (1024, 3072), (37, 5632)):
+    # 96, 544 and 3008 columns leave lanes of the last stride without work, in int8 too.
+    for n, k in ((1, 64), (9, 96), (1000, 576), (33, 544), (4096, 1024), (1024, 3072), (513, 3008), (37, 5632)):
         for m in (1, 2, 3, 4):
             for result in (TO_BF16, SILU_MUL, ADD_TO_F32):
                 for biased in (False, True):
-                    check_few_rows(n, k, m, result, biased)
-    # More than fits into shared memory is refused, not wrong.
+                    for int8 in (False, True):
+                        check_few_rows(n, k, m, result, biased, int8)
+    # More than fits into shared memory is refused, not wrong; so are groups of int8 weights that are not whole.
     assert LIBRARY.phsa_ops_few_rows(ctypes.byref(FewRowsParams(ADD_TO_F32, 4, 8, 8192))) != 0
     assert LIBRARY.phsa_ops_few_rows(ctypes.byref(FewRowsParams(ADD_TO_F32, 5, 8, 64))) != 0
+    view = Weights(1, 8, 64, True).view()
+    assert LIBRARY.phsa_ops_few_rows(ctypes.byref(FewRowsParams(ADD_TO_F32, 1, 8, 48, view))) != 0
 
 
-def check_few_rows(n, k, m, result, biased):
-    name = f"{m} rows of {k} to {n}, result {result}, bias {biased}"
+def check_few_rows(n, k, m, result, biased, int8):
+    name = f"{m} rows of {k} to {n}, result {result}, bias {biased}, int8 {int8}"
     matrices = 2 if result == SILU_MUL else 1
-    weights = (torch.randn(matrices, n, k, device=CUDA) / k**0.5).bfloat16()
+    weights = Weights(matrices, n, k, int8)
     bias = torch.randn(matrices, n, device=CUDA)
     norm = torch.rand(k, device=CUDA) + 0.5
     x = torch.randn(m, k, device=CUDA) * 2
@@ -193,13 +226,13 @@ def check_few_rows(n, k, m, result, biased):
         bias = bias.bfloat16()
         y = torch.full((m, n), math.nan, device=CUDA, dtype=torch.bfloat16)
         rows = norm64(x, norm, 1e-6).bfloat16().double()
-    want = torch.einsum("mk,ink->imn", rows, weights.double())
+    want = torch.einsum("mk,ink->imn", rows, weights.values)
     if biased:
         want = want + bias.double()[:, None]
     want = want[0] / (1 + (-want[0]).exp()) * want[1] if result == SILU_MUL else want[0]
     if result == ADD_TO_F32:
         want = want + y.double()
-    params = FewRowsParams(result, m, n, k, weights.data_ptr(), bias.data_ptr() if biased else None, x.data_ptr())
+    params = FewRowsParams(result, m, n, k, weights.view(), bias.data_ptr() if biased else None, x.data_ptr())
     params.norm, params.eps, params.y = norm.data_ptr(), 1e-6, y.data_ptr()
     check(LIBRARY.phsa_ops_few_rows(ctypes.byref(params)))
     # The result is rounded once, gate and up each once before that; a normed x may round to its neighbour.
@@ -207,6 +240,33 @@ def check_few_rows(n, k, m, result, biased):
     slack = 1e-5 if result == ADD_TO_F32 else 2e-3
     error = (y.double() - want).abs() - rounding * want.abs()
     assert error.max().item() <= slack * max(1.0, want.abs().max().item()), f"{name}: off by {error.max().item()}"
+
+
+def test_rows_of_int8_products_have_the_same_bits_in_any_company():
+    n, k, m = 100, 1056, 4
+    weights = Weights(1, n, k, True)
+    x = torch.randn(m, k, device=CUDA).bfloat16()
+
+    def multiply(rows):
+        y = torch.zeros(len(rows), n, device=CUDA)
+        params = FewRowsParams(ADD_TO_F32, len(rows), n, k, weights.view(), None, rows.data_ptr())
+        params.y = y.data_ptr()
+        check(LIBRARY.phsa_ops_few_rows(ctypes.byref(params)))
+        return y
+
+    together = multiply(x)
+    for first in range(m):
+        assert torch.equal(multiply(x[first:]), together[first:])
+
+
+def test_int8_weights_become_bf16():
+    for n, k in ((1, 32), (7, 96), (1000, 576), (4096, 1024)):
+        weights = Weights(1, n, k, True)
+        out = torch.full((1, n, k), math.nan, device=CUDA, dtype=torch.bfloat16)
+        view = weights.view()
+        check(LIBRARY.phsa_ops_bf16_from_int8(ctypes.byref(view), n, k, address(out)))
+        assert torch.equal(out, weights.values.float().bfloat16()), f"{n} × {k}"  # f32 holds them exactly
+    assert LIBRARY.phsa_ops_bf16_from_int8(ctypes.byref(view), 1, 48, address(out)) != 0
 
 
 def table(positions, frequencies, factor):

@@ -144,6 +144,8 @@ size_t AttentionBytes(const ModelConfig& config, int32_t kv_dtype, int32_t max_r
          kPageTables;
 }
 
+size_t DequantizedBytes(const WeightLayout& weights) { return Aligned(weights.largest_int8 * sizeof(uint16_t)); }
+
 // A page memory on the device, in the order of the backend's stream.
 class DevicePages final : public PageMemory {
  public:
@@ -266,10 +268,10 @@ class CudaBackend final : public ModelBackend {
   bool IsUnread(int32_t layer) const { return layer + 1 == config_.num_layers && rows_->wanted.empty(); }
 
   // The parts of a step on the first m rows of the activations.
-  void Multiply(int32_t m, const void* x, int32_t k, const void* weights, const void* bias, int32_t n, void* y,
+  void Multiply(int32_t m, const void* x, int32_t k, const MatrixView& weights, const void* bias, int32_t n, void* y,
                 Result result);
   // Of rows of the residual stream, which are normed first, where the result is not kAddToF32.
-  void MultiplyFew(int32_t m, const void* x, int32_t k, const float* norm, const void* weights, const void* bias,
+  void MultiplyFew(int32_t m, const void* x, int32_t k, const float* norm, const MatrixView& weights, const void* bias,
                    int32_t n, void* y, FewRowsParams::Result result);
   // Whether the products of so many rows have kernels of their own; the norms are in them.
   bool AreFew(int32_t m) const {
@@ -298,6 +300,7 @@ class CudaBackend final : public ModelBackend {
   const float* LogitsOf(size_t wanted);
 
   const ModelConfig config_;
+  const WeightsMode weights_mode_;
   const int32_t kv_dtype_, max_rows_, device_;
   const std::string name_;
   const RopeFrequencies rope_;
@@ -305,6 +308,7 @@ class CudaBackend final : public ModelBackend {
   Linear linear_;
   DeviceWeights weights_;
   DeviceBuffer activation_memory_, attention_workspace_, step_memory_;
+  DeviceBuffer dequantized_;  // bf16: the int8 matrix that is being multiplied with more rows than a few
   Activations at_;
   PinnedBuffer host_top_;  // TopLogits [max_rows]
 
@@ -365,6 +369,7 @@ class DeviceLogitsRow final : public LogitsRow {
 
 CudaBackend::CudaBackend(const ModelSource& source, const BackendOptions& options, std::string name)
     : config_(source.config()),
+      weights_mode_(options.weights),
       kv_dtype_(options.kv_dtype),
       max_rows_(options.max_rows),
       device_(options.device_index),
@@ -373,9 +378,11 @@ CudaBackend::CudaBackend(const ModelSource& source, const BackendOptions& option
       linear_(stream_.get()) {}
 
 bool CudaBackend::Load(const ModelSource& source, ThreadPool& threads, const LoadProgress& progress) {
-  std::optional<DeviceWeights> weights = LoadDeviceWeights(source, threads, stream(), progress);
+  std::optional<DeviceWeights> weights = LoadDeviceWeights(source, weights_mode_, threads, stream(), progress);
   if (!weights) return false;
   weights_ = std::move(*weights);
+  const size_t dequantized = DequantizedBytes(WeightLayout(source, weights_mode_, nullptr));
+  if (dequantized > 0) dequantized_ = DeviceBuffer(dequantized, "the activations");
   activation_memory_ = DeviceBuffer(Activations(config_, max_rows_, nullptr).size, "the activations");
   at_ = Activations(config_, max_rows_, activation_memory_.data());
   attention_workspace_ = DeviceBuffer(AttentionBytes(config_, kv_dtype_, max_rows_), "the attention's workspace");
@@ -459,14 +466,15 @@ void CudaBackend::SendStep() {
   Mark(&StepTimes::other);
 }
 
-void CudaBackend::Multiply(int32_t m, const void* x, int32_t k, const void* weights, const void* bias, int32_t n,
+void CudaBackend::Multiply(int32_t m, const void* x, int32_t k, const MatrixView& weights, const void* bias, int32_t n,
                            void* y, Result result) {
+  if (weights.is_int8()) Check(Bf16FromInt8(weights, n, k, dequantized_.data(), stream()), kStep);
   LinearParams p;
   p.m = m;
   p.n = n;
   p.k = k;
   p.x = x;
-  p.weights = weights;
+  p.weights = weights.is_int8() ? dequantized_.data() : weights.data;
   p.bias = bias;
   p.y = y;
   p.y_stride = n;
@@ -474,7 +482,7 @@ void CudaBackend::Multiply(int32_t m, const void* x, int32_t k, const void* weig
   linear_.Multiply(p);
 }
 
-void CudaBackend::MultiplyFew(int32_t m, const void* x, int32_t k, const float* norm, const void* weights,
+void CudaBackend::MultiplyFew(int32_t m, const void* x, int32_t k, const float* norm, const MatrixView& weights,
                               const void* bias, int32_t n, void* y, FewRowsParams::Result result) {
   FewRowsParams p{};
   p.result = result;
@@ -926,8 +934,14 @@ std::string Unsupported(const ModelSource& source, const BackendOptions& options
   if (config.vocab_size > kMaxTopVocab) {
     return fmt::format("a vocabulary of {}; the GPU takes up to {}", config.vocab_size, kMaxTopVocab);
   }
-  if (options.weights != WeightsMode::kAuto && options.weights != WeightsMode::kBf16) {
-    return fmt::format("--weights {}; the GPU takes auto and bf16", Name(options.weights));
+  if (options.weights == WeightsMode::kF32) {
+    return fmt::format("--weights {}; the GPU takes auto, bf16 and int8", Name(options.weights));
+  }
+  if (options.weights == WeightsMode::kInt8 &&
+      (config.hidden % kWeightGroup != 0 || config.intermediate % kWeightGroup != 0)) {
+    return fmt::format(
+        "--weights int8 with rows of {} and {} elements; the GPU takes multiples of {}, or --weights bf16",
+        config.hidden, config.intermediate, kWeightGroup);
   }
   if (options.kv_dtype != PHSA_BF16 && options.kv_dtype != PHSA_F16) {
     return fmt::format("--kv-type {}; the GPU takes bf16 and f16", DtypeName(options.kv_dtype));
@@ -938,11 +952,12 @@ std::string Unsupported(const ModelSource& source, const BackendOptions& options
 BackendSizes Sizes(const ModelSource& source, const BackendOptions& options) {
   const ModelConfig& config = source.config();
   BackendSizes sizes;
-  sizes.weights = DeviceWeightBytes(source);
-  sizes.weight_types = "bf16";
+  const WeightLayout weights(source, options.weights, nullptr);
+  sizes.weights = weights.bytes;
+  sizes.weight_types = options.weights == WeightsMode::kInt8 ? "bf16, int8" : "bf16";
   sizes.workspace = Activations(config, options.max_rows, nullptr).size +
                     AttentionBytes(config, options.kv_dtype, options.max_rows) + StepBytes(options.max_rows) +
-                    Linear::kWorkspace;
+                    Linear::kWorkspace + DequantizedBytes(weights);
   size_t available = 0, total = 0;
   Check(cudaSetDevice(options.device_index), "the GPU");
   Check(cudaMemGetInfo(&available, &total), "the GPU");

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
+constexpr int kGroup = 32;  // columns of int8 weights that share a scale
 
 unsigned Blocks(int64_t items, int per_block) { return static_cast<unsigned>((items + per_block - 1) / per_block); }
 
@@ -60,6 +61,20 @@ __device__ __forceinline__ void Store(const float (&x)[8], T* to) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) word[i] = Eight<T>::Pack(x[2 * i], x[2 * i + 1]);
   *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+// 16 codes of int8 weights, as numbers without their scale. A byte in the low bits of 2^23 is 2^23 + the byte: a
+// permutation and a subtraction, where converting integers has a sixteenth of their rate.
+__device__ __forceinline__ void UnpackCodes(const uint4& words, float (&x)[16]) {
+  const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    x[i] = __uint_as_float(__byte_perm(word[i / 4], 0x4b000000u, 0x7540u + i % 4)) - ((1 << 23) + 128);
+  }
+}
+
+__device__ __forceinline__ float Scale(const uint16_t* from) {
+  return __half2float(*reinterpret_cast<const __half*>(from));
 }
 
 __device__ __forceinline__ float Silu(float x) { return x / (1.0f + __expf(-x)); }
@@ -142,31 +157,48 @@ cudaError_t LaunchNorm(const NormParams& p, const int32_t* rows, const void* emb
 
 // A warp has one row of the weights, or a row of gate and the same of up. Its first pieces are on their way while the
 // thread block puts x into shared memory.
-constexpr int kRowPieces = 8;  // of 16 bytes, that a lane has on their way at a time
+//
+// int8: a piece has 16 columns, half a group; their products with the codes are added up before the scale, which costs
+// one multiplication a row of x and not one a weight.
+//
+// Pieces of 16 bytes that a lane has on their way at a time: what rows of the usual lengths have. Fewer are fewer
+// registers, and so more warps that have theirs: products that add to y have few rows of the weights, and long ones.
+constexpr int RowPieces(FewRowsParams::Result result, bool int8) {
+  return int8 && result != FewRowsParams::Result::kAddToF32 ? 4 : 8;
+}
 
-template <int kRows, FewRowsParams::Result kResult>
+template <int kRows, FewRowsParams::Result kResult, bool kInt8>
 __global__ __launch_bounds__(kThreads) void FewRowsKernel(FewRowsParams p) {
   using Result = FewRowsParams::Result;
   constexpr int kWarps = kThreads / kWarp, kMatrices = kResult == Result::kSiluMul ? 2 : 1;
-  constexpr int kPieces = kRowPieces / kMatrices;
-  extern __shared__ uint4 x_pieces[];  // bf16 [kRows][k]
+  constexpr int kPieces = RowPieces(kResult, kInt8) / kMatrices;
+  constexpr int kParts = kInt8 ? 2 : 1;  // pieces of x, 8 columns each, to one of the weights
+  extern __shared__ uint4 x_pieces[];    // bf16 [kRows][kParts][pieces]: lanes side by side read side by side
   __shared__ float shared[kRows][kWarps];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
-  const int pieces = p.k / 8;
+  const int of_x = p.k / 8, pieces = of_x / kParts;
+  const auto place = [&](int row, int at) { return row * of_x + at % kParts * pieces + at / kParts; };
   const int column = static_cast<int>(blockIdx.x) * kWarps + warp;
   const bool mine = column < p.n;
   const uint4* weights[kMatrices];
+  const uint16_t* scales[kMatrices];
 #pragma unroll
   for (int i = 0; i < kMatrices; ++i) {
-    weights[i] = static_cast<const uint4*>(p.weights) + (int64_t{i} * p.n + (mine ? column : 0)) * pieces;
+    const int64_t row = int64_t{i} * p.n + (mine ? column : 0);
+    weights[i] = static_cast<const uint4*>(p.weights.data) + row * pieces;
+    if constexpr (kInt8) scales[i] = p.weights.scales + row * (pieces / 2);
   }
   uint4 held[kMatrices][kPieces];
+  float held_scales[kMatrices][kPieces];
   const auto load = [&](int first) {
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
       const int at = first + j * kWarp + lane;
 #pragma unroll
-      for (int i = 0; i < kMatrices; ++i) held[i][j] = mine && at < pieces ? weights[i][at] : uint4{};
+      for (int i = 0; i < kMatrices; ++i) {
+        held[i][j] = mine && at < pieces ? weights[i][at] : uint4{};
+        if constexpr (kInt8) held_scales[i][j] = mine && at < pieces ? Scale(scales[i] + at / 2) : 0.0f;
+      }
     }
   };
   load(0);
@@ -179,29 +211,31 @@ __global__ __launch_bounds__(kThreads) void FewRowsKernel(FewRowsParams p) {
   if constexpr (kResult != Result::kAddToF32) {
     const auto* const x = static_cast<const float*>(p.x);
     float sums[kRows] = {}, values[8], scale[8];
-    for (int at = thread; at < pieces; at += kThreads) {
+    for (int at = thread; at < of_x; at += kThreads) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        Load(x + (int64_t{r} * pieces + at) * 8, values);
+        Load(x + (int64_t{r} * of_x + at) * 8, values);
 #pragma unroll
         for (const float value : values) sums[r] += value * value;
       }
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) sums[r] = BlockSum(sums[r], shared[r]);
-    for (int at = thread; at < pieces; at += kThreads) {
+    for (int at = thread; at < of_x; at += kThreads) {
       Load(p.norm + at * 8, scale);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const float factor = rsqrtf(sums[r] / static_cast<float>(p.k) + p.eps);
-        Load(x + (int64_t{r} * pieces + at) * 8, values);
+        Load(x + (int64_t{r} * of_x + at) * 8, values);
 #pragma unroll
         for (int i = 0; i < 8; ++i) values[i] = values[i] * factor * scale[i];
-        Store(values, reinterpret_cast<__nv_bfloat16*>(x_pieces + r * pieces + at));
+        Store(values, reinterpret_cast<__nv_bfloat16*>(x_pieces + place(r, at)));
       }
     }
   } else {
-    for (int at = thread; at < kRows * pieces; at += kThreads) x_pieces[at] = static_cast<const uint4*>(p.x)[at];
+    for (int at = thread; at < kRows * of_x; at += kThreads) {
+      x_pieces[kInt8 ? place(at / of_x, at % of_x) : at] = static_cast<const uint4*>(p.x)[at];
+    }
   }
   __syncthreads();
 
@@ -212,16 +246,31 @@ __global__ __launch_bounds__(kThreads) void FewRowsKernel(FewRowsParams p) {
     for (int j = 0; j < kPieces; ++j) {
       const int at = first + j * kWarp + lane;
       if (at >= pieces) break;
-      float w[kMatrices][8], x[8];
+      float w[kMatrices][8 * kParts], x[8];
 #pragma unroll
-      for (int i = 0; i < kMatrices; ++i) Unpack<__nv_bfloat16>(held[i][j], w[i]);
+      for (int i = 0; i < kMatrices; ++i) {
+        if constexpr (kInt8) {
+          UnpackCodes(held[i][j], w[i]);
+        } else {
+          Unpack<__nv_bfloat16>(held[i][j], w[i]);
+        }
+      }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        Unpack<__nv_bfloat16>(x_pieces[r * pieces + at], x);
+        float parts[kMatrices] = {};
 #pragma unroll
-        for (int i = 0; i < kMatrices; ++i) {
+        for (int half = 0; half < kParts; ++half) {
+          Unpack<__nv_bfloat16>(x_pieces[r * of_x + half * pieces + at], x);
 #pragma unroll
-          for (int e = 0; e < 8; ++e) sums[i][r] = fmaf(w[i][e], x[e], sums[i][r]);
+          for (int i = 0; i < kMatrices; ++i) {
+            float& sum = kInt8 ? parts[i] : sums[i][r];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) sum = fmaf(w[i][half * 8 + e], x[e], sum);
+          }
+        }
+        if constexpr (kInt8) {
+#pragma unroll
+          for (int i = 0; i < kMatrices; ++i) sums[i][r] = fmaf(parts[i], held_scales[i][j], sums[i][r]);
         }
       }
     }
@@ -237,6 +286,10 @@ __global__ __launch_bounds__(kThreads) void FewRowsKernel(FewRowsParams p) {
   }
   if (!mine || lane >= kRows) return;
   const int64_t at = int64_t{lane} * p.n + column;
+#pragma unroll
+  for (int i = 0; i < kMatrices; ++i) {
+    if constexpr (kInt8) own[i] *= p.weights.factors[i * p.n + column];
+  }
   if constexpr (kResult == Result::kAddToF32) {
     if (p.bias != nullptr) own[0] += static_cast<const float*>(p.bias)[column];
     static_cast<float*>(p.y)[at] = before + own[0];
@@ -257,18 +310,24 @@ __global__ __launch_bounds__(kThreads) void FewRowsKernel(FewRowsParams p) {
   }
 }
 
-template <FewRowsParams::Result kResult>
+template <FewRowsParams::Result kResult, bool kInt8>
 cudaError_t LaunchFewRows(const FewRowsParams& p, cudaStream_t stream) {
   const unsigned blocks = Blocks(p.n, kThreads / kWarp);
   const size_t bytes = static_cast<size_t>(p.m) * static_cast<size_t>(p.k) * sizeof(__nv_bfloat16);
   switch (p.m) {
-    case 1: FewRowsKernel<1, kResult><<<blocks, kThreads, bytes, stream>>>(p); break;
-    case 2: FewRowsKernel<2, kResult><<<blocks, kThreads, bytes, stream>>>(p); break;
-    case 3: FewRowsKernel<3, kResult><<<blocks, kThreads, bytes, stream>>>(p); break;
-    case 4: FewRowsKernel<4, kResult><<<blocks, kThreads, bytes, stream>>>(p); break;
+    case 1: FewRowsKernel<1, kResult, kInt8><<<blocks, kThreads, bytes, stream>>>(p); break;
+    case 2: FewRowsKernel<2, kResult, kInt8><<<blocks, kThreads, bytes, stream>>>(p); break;
+    case 3: FewRowsKernel<3, kResult, kInt8><<<blocks, kThreads, bytes, stream>>>(p); break;
+    case 4: FewRowsKernel<4, kResult, kInt8><<<blocks, kThreads, bytes, stream>>>(p); break;
     default: return cudaErrorInvalidValue;
   }
   return cudaGetLastError();
+}
+
+template <FewRowsParams::Result kResult>
+cudaError_t LaunchFewRows(const FewRowsParams& p, cudaStream_t stream) {
+  if (!p.weights.is_int8()) return LaunchFewRows<kResult, false>(p, stream);
+  return p.k % kGroup == 0 ? LaunchFewRows<kResult, true>(p, stream) : cudaErrorInvalidValue;
 }
 
 __global__ __launch_bounds__(kThreads) void RowsKernel(RowsParams p) {
@@ -363,6 +422,22 @@ __global__ __launch_bounds__(kThreads) void Bf16FromF16Kernel(void* x, int64_t c
   float values[8];
   Load(static_cast<const __half*>(x) + at, values);
   Store(values, static_cast<__nv_bfloat16*>(x) + at);
+}
+
+__global__ __launch_bounds__(kThreads) void Bf16FromInt8Kernel(MatrixView weights, int64_t items, int pieces,
+                                                               __nv_bfloat16* out) {
+  const int64_t item = int64_t{blockIdx.x} * kThreads + threadIdx.x;  // 16 columns
+  if (item >= items) return;
+  float values[16];
+  UnpackCodes(static_cast<const uint4*>(weights.data)[item], values);
+  const float scale = Scale(weights.scales + item / 2) * weights.factors[item / pieces];
+  float half[8];
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) half[i] = values[part * 8 + i] * scale;
+    Store(half, out + item * 16 + part * 8);
+  }
 }
 
 __global__ __launch_bounds__(kThreads) void SiluMulKernel(const __nv_bfloat16* gate_up, int64_t items, int dim,
@@ -575,6 +650,14 @@ cudaError_t RopeAndAppend(const HeadsParams& params, cudaStream_t stream) {
 
 cudaError_t Bf16FromF16(void* x, int64_t count, cudaStream_t stream) {
   Bf16FromF16Kernel<<<Blocks(count / 8, kThreads), kThreads, 0, stream>>>(x, count);
+  return cudaGetLastError();
+}
+
+cudaError_t Bf16FromInt8(const MatrixView& weights, int32_t n, int32_t k, void* out, cudaStream_t stream) {
+  if (k % kGroup != 0) return cudaErrorInvalidValue;
+  const int64_t items = int64_t{n} * (k / 16);
+  Bf16FromInt8Kernel<<<Blocks(items, kThreads), kThreads, 0, stream>>>(weights, items, k / 16,
+                                                                       static_cast<__nv_bfloat16*>(out));
   return cudaGetLastError();
 }
 

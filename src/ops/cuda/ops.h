@@ -12,6 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ops/cuda/matrix_view.h"
+
 namespace phsa::cuda {
 
 // Whether the build has these kernels for the current device.
@@ -37,14 +39,14 @@ inline constexpr int32_t kFewRows = 4;
 struct FewRowsParams {
   enum class Result : int32_t {
     kBf16,      // y = norm(x) · weightsᵀ + bias
-    kSiluMul,   // y = silu(gate) · up, of such products; weights [2][n][k]: those of gate, then those of up
+    kSiluMul,   // y = silu(gate) · up, of such products; weights [2 · n][k]: those of gate, then those of up
     kAddToF32,  // y += x · weightsᵀ + bias
   } result;
-  int32_t m, n, k;      // m up to kFewRows
-  const void* weights;  // bf16 [n][k]
-  const void* bias;     // [n], kSiluMul: [2][n], in the type of y; or null
-  const void* x;        // [m][k]: f32, the residual stream, which is normed and rounded to bf16 first; kAddToF32: bf16
-  const float* norm;    // [k]; not read by kAddToF32
+  int32_t m, n, k;  // m up to kFewRows; int8: k a multiple of 32
+  MatrixView weights;
+  const void* bias;   // [n], kSiluMul: [2][n], in the type of y; or null
+  const void* x;      // [m][k]: f32, the residual stream, which is normed and rounded to bf16 first; kAddToF32: bf16
+  const float* norm;  // [k]; not read by kAddToF32
   float eps;
   void* y;  // [m][n]: bf16; kAddToF32: f32
 };
@@ -85,6 +87,9 @@ cudaError_t RopeAndAppend(const HeadsParams& params, cudaStream_t stream);
 
 // In place, from f16 to bf16.
 cudaError_t Bf16FromF16(void* x, int64_t count, cudaStream_t stream);
+
+// int8 weights [n][k] rounded to bf16, for products of more rows than a few: out [n][k].
+cudaError_t Bf16FromInt8(const MatrixView& weights, int32_t n, int32_t k, void* out, cudaStream_t stream);
 
 // out[m][dim] = silu(gate) · up, of gate_up[m][2][dim]; all bf16.
 cudaError_t SiluMul(const void* gate_up, int32_t m, int32_t dim, void* out, cudaStream_t stream);

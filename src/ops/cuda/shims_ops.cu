@@ -21,6 +21,9 @@ int phsa_ops_few_rows(const cuda::FewRowsParams* p) {
 int phsa_ops_rows(const cuda::RowsParams* p) { return cuda::PrepareRows(*p, nullptr); }
 int phsa_ops_heads(const cuda::HeadsParams* p) { return cuda::RopeAndAppend(*p, nullptr); }
 int phsa_ops_bf16_from_f16(void* x, int64_t count) { return cuda::Bf16FromF16(x, count, nullptr); }
+int phsa_ops_bf16_from_int8(const cuda::MatrixView* weights, int32_t n, int32_t k, void* out) {
+  return cuda::Bf16FromInt8(*weights, n, k, out, nullptr);
+}
 int phsa_ops_silu_mul(const void* gate_up, int32_t m, int32_t dim, void* out) {
   return cuda::SiluMul(gate_up, m, dim, out, nullptr);
 }
