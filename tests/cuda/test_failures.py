@@ -18,8 +18,8 @@ import time
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from alone import run_tests, skip  # noqa: E402
-from test_engine import FOLDER, GPU, PHSA, ROOT, TEXT, free_port, model, prompts, run  # noqa: E402
+from alone import run_tests, skip
+from test_engine import FOLDER, GPU, PHSA, ROOT, TEXT, free_port, model, prompts, run
 
 LIBRARY = pathlib.Path(os.environ.get("PHSA_BREAK_DEVICE", ROOT / "build/cuda/libbreak_device.so")).resolve()
 if not LIBRARY.exists():

@@ -14,7 +14,7 @@ import sys
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from alone import over, run_tests, skip  # noqa: E402
+from alone import over, run_tests, skip
 
 MODEL = os.environ.get("PHSA_TEST_MODEL")
 if MODEL is None:
