@@ -67,6 +67,7 @@ struct Activations {
   uint16_t* activated = nullptr;  // [intermediate]
   float* cos_sin = nullptr;       // [head_dim]
   double* frequencies = nullptr;  // [head_dim / 2], no rows
+  float* kept = nullptr;          // [LogitRows][hidden]: rows of the residual stream behind the last attention
   float* logits = nullptr;        // [LogitRows][LogitsStride]
   TopLogits* top = nullptr;       // one of each
   uint8_t* top_workspace = nullptr;
@@ -84,6 +85,7 @@ struct Activations {
     activated = arena.Take<uint16_t>(m * static_cast<size_t>(config.intermediate));
     cos_sin = arena.Take<float>(m * static_cast<size_t>(config.head_dim));
     frequencies = arena.Take<double>(static_cast<size_t>(config.head_dim) / 2);
+    kept = arena.Take<float>(logit_rows * static_cast<size_t>(config.hidden));
     logits = arena.Take<float>(logit_rows * static_cast<size_t>(LogitsStride(config)));
     top = arena.Take<TopLogits>(m);
     top_workspace = arena.Take<uint8_t>(TopWorkspaceSize(LogitRows(max_rows), config.vocab_size));
@@ -279,7 +281,8 @@ class CudaBackend final : public ModelBackend {
   }
   void Embed(int32_t m);
   void ProjectHeads(int32_t layer, int32_t m);
-  void FinishLayer(int32_t layer, int32_t m);
+  // From m rows of what attention gave, into as many rows of the residual stream.
+  void FinishLayer(int32_t layer, int32_t m, uint16_t* attended, float* residual);
   void ComputeLogits(int32_t m, TopLogits* top, const int32_t* asked);
   void ComputePiece(size_t piece);
 
@@ -323,6 +326,7 @@ class CudaBackend final : public ModelBackend {
   const StepRows* rows_ = nullptr;
   bool sent_ = false;     // whether the step's data are on their way
   bool decoded_ = false;  // whether RunLayers ran it, its logits included
+  bool kept_ = false;     // whether the last layer went on with the rows alone whose logits are wanted
   static constexpr size_t kNoPiece = ~size_t{0};
   size_t current_piece_ = kNoPiece;  // whose logits are in at_.logits
 
@@ -443,7 +447,7 @@ void CudaBackend::FillRows(const StepData& host) const {
 void CudaBackend::Begin(const StepRows& rows) {
   Use();
   rows_ = &rows;
-  sent_ = decoded_ = false;
+  sent_ = decoded_ = kept_ = false;
   current_piece_ = kNoPiece;
   parts_.clear();
   ++steps_;
@@ -635,38 +639,50 @@ void CudaBackend::Attend(int32_t layer, const StepGroup& group, const Plan& plan
   Check(cudaStreamSynchronize(stream()), kStep);
 }
 
-void CudaBackend::FinishLayer(int32_t layer, int32_t m) {
+void CudaBackend::FinishLayer(int32_t layer, int32_t m, uint16_t* attended, float* residual) {
   const DeviceLayer& w = Weights(layer);
   const int32_t hidden = config_.hidden, intermediate = config_.intermediate, q_width = QWidth(config_);
-  if (kv_dtype_ == PHSA_F16) Check(Bf16FromF16(at_.qkv, int64_t{m} * q_width, stream()), kStep);
+  if (kv_dtype_ == PHSA_F16) Check(Bf16FromF16(attended, int64_t{m} * q_width, stream()), kStep);
   if (AreFew(m)) {
     using Few = FewRowsParams::Result;
-    MultiplyFew(m, at_.qkv, q_width, nullptr, w.o, w.o_bias, hidden, at_.residual, Few::kAddToF32);
-    MultiplyFew(m, at_.residual, hidden, w.mlp_norm, w.gate_up, w.gate_up_bias, intermediate, at_.activated,
-                Few::kSiluMul);
-    MultiplyFew(m, at_.activated, intermediate, nullptr, w.down, w.down_bias, hidden, at_.residual, Few::kAddToF32);
+    MultiplyFew(m, attended, q_width, nullptr, w.o, w.o_bias, hidden, residual, Few::kAddToF32);
+    MultiplyFew(m, residual, hidden, w.mlp_norm, w.gate_up, w.gate_up_bias, intermediate, at_.activated, Few::kSiluMul);
+    MultiplyFew(m, at_.activated, intermediate, nullptr, w.down, w.down_bias, hidden, residual, Few::kAddToF32);
     Mark(&StepTimes::products);
     return;
   }
-  Multiply(m, at_.qkv, q_width, w.o, w.o_bias, hidden, at_.residual, Result::kAddToF32);
+  Multiply(m, attended, q_width, w.o, w.o_bias, hidden, residual, Result::kAddToF32);
   Mark(&StepTimes::products);
-  Check(RmsNorm({m, hidden, at_.residual, w.mlp_norm, config_.rms_eps, at_.normed}, stream()), kStep);
+  Check(RmsNorm({m, hidden, residual, w.mlp_norm, config_.rms_eps, at_.normed}, stream()), kStep);
   Mark(&StepTimes::other);
   Multiply(m, at_.normed, hidden, w.gate_up, w.gate_up_bias, 2 * intermediate, at_.gate_up, Result::kBf16);
   Mark(&StepTimes::products);
   Check(SiluMul(at_.gate_up, m, intermediate, at_.activated, stream()), kStep);
   Mark(&StepTimes::other);
-  Multiply(m, at_.activated, intermediate, w.down, w.down_bias, hidden, at_.residual, Result::kAddToF32);
+  Multiply(m, at_.activated, intermediate, w.down, w.down_bias, hidden, residual, Result::kAddToF32);
   Mark(&StepTimes::products);
   // The last norm is that of the rows whose logits are wanted.
   if (layer + 1 == config_.num_layers) return;
-  Check(RmsNorm({m, hidden, at_.residual, Weights(layer + 1).attention_norm, config_.rms_eps, at_.normed}, stream()),
+  Check(RmsNorm({m, hidden, residual, Weights(layer + 1).attention_norm, config_.rms_eps, at_.normed}, stream()),
         kStep);
   Mark(&StepTimes::other);
 }
 
 void CudaBackend::OutputAndMlp(int32_t layer) {
-  if (!IsUnread(layer)) FinishLayer(layer, rows_->count);
+  if (IsUnread(layer)) return;
+  const size_t wanted = rows_->wanted.size();
+  const bool last = layer + 1 == config_.num_layers;
+  if (!last || wanted > static_cast<size_t>(LogitRows(max_rows_)) || wanted >= static_cast<size_t>(rows_->count)) {
+    FinishLayer(layer, rows_->count, at_.qkv, at_.residual);
+    return;
+  }
+  // No other row is read any more.
+  const auto m = static_cast<int32_t>(wanted);
+  const KeepParams keep{m, config_.hidden, QWidth(config_), data_.wanted, at_.residual, at_.qkv, at_.kept, at_.queries};
+  Check(KeepRows(keep, stream()), kStep);
+  Mark(&StepTimes::other);
+  FinishLayer(layer, m, at_.queries, at_.kept);
+  kept_ = true;
 }
 
 // Of the first m rows of at_.normed.
@@ -699,8 +715,13 @@ void CudaBackend::ComputePiece(size_t piece) {
   const size_t first = piece * static_cast<size_t>(LogitRows(max_rows_));
   const auto count =
       static_cast<int32_t>(std::min<size_t>(static_cast<size_t>(LogitRows(max_rows_)), rows_->wanted.size() - first));
-  const NormParams norm{count, config_.hidden, at_.residual, weights_.final_norm, config_.rms_eps, at_.normed};
-  Check(RmsNormOfRows(norm, data_.wanted + first, stream()), kStep);
+  NormParams norm{count, config_.hidden, at_.residual, weights_.final_norm, config_.rms_eps, at_.normed};
+  if (kept_) {
+    norm.x = at_.kept;  // all wanted rows are in one piece
+    Check(RmsNorm(norm, stream()), kStep);
+  } else {
+    Check(RmsNormOfRows(norm, data_.wanted + first, stream()), kStep);
+  }
   Mark(&StepTimes::other);
   ComputeLogits(count, at_.top + first, data_.asked + first);
   current_piece_ = piece;
@@ -820,7 +841,7 @@ void CudaBackend::EnqueueDecode(const DecodeGraph& graph, const StepGroup& group
     DecodeParams decode;
     PHSA_CHECK(PrepareDecode(graph.plans[planned].impl(), forward, data_.kv_lens, lambda, &decode));
     Check(Decode(decode, stream()), kStep);
-    FinishLayer(layer, m);
+    FinishLayer(layer, m, at_.qkv, at_.residual);
   }
   const NormParams norm{m, config_.hidden, at_.residual, weights_.final_norm, config_.rms_eps, at_.normed};
   Check(RmsNorm(norm, stream()), kStep);

@@ -111,6 +111,18 @@ __device__ float BlockMax(float x, float* shared) {
   return most;
 }
 
+// One thread block per row.
+__global__ __launch_bounds__(kThreads) void KeepKernel(KeepParams p) {
+  const int64_t to = blockIdx.x, from = p.rows[to];
+  const auto copy = [&](const void* source, void* target, int64_t bytes) {
+    const auto* const x = reinterpret_cast<const uint4*>(static_cast<const char*>(source) + from * bytes);
+    auto* const y = reinterpret_cast<uint4*>(static_cast<char*>(target) + to * bytes);
+    for (int64_t i = threadIdx.x; i < bytes / 16; i += kThreads) y[i] = x[i];
+  };
+  copy(p.x, p.kept_x, int64_t{p.x_dim} * 4);
+  copy(p.y, p.kept_y, int64_t{p.y_dim} * 2);
+}
+
 // One thread block per row. The second pass finds the row in the cache.
 enum class From { kRow, kNamedRow, kEmbedding };
 
@@ -614,6 +626,11 @@ cudaError_t KernelsRun() {
 
 cudaError_t RmsNorm(const NormParams& params, cudaStream_t stream) {
   return LaunchNorm<From::kRow>(params, nullptr, nullptr, stream);
+}
+
+cudaError_t KeepRows(const KeepParams& params, cudaStream_t stream) {
+  KeepKernel<<<static_cast<unsigned>(params.m), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 cudaError_t RmsNormOfRows(const NormParams& params, const int32_t* rows, cudaStream_t stream) {

@@ -33,6 +33,17 @@ cudaError_t RmsNormOfRows(const NormParams& params, const int32_t* rows, cudaStr
 // Writes x first: row r becomes row tokens[r] of embedding [vocab][dim] (bf16).
 cudaError_t EmbedAndNorm(const NormParams& params, const void* embedding, const int32_t* tokens, cudaStream_t stream);
 
+// Rows of two arrays that `rows` [m] names, one behind the other: row i of kept_x is row rows[i] of x, and so on.
+struct KeepParams {
+  int32_t m, x_dim, y_dim;
+  const int32_t* rows;
+  const float* x;  // [rows][x_dim]
+  const void* y;   // 2 bytes an element, [rows][y_dim]
+  float* kept_x;
+  void* kept_y;
+};
+cudaError_t KeepRows(const KeepParams& params, cudaStream_t stream);
+
 // Products of a few rows, as decoding a few sequences asks for: bound by reading the weights once, and by the number of
 // launches, so what comes before and after a product is in the same kernel.
 inline constexpr int32_t kFewRows = 4;
