@@ -113,6 +113,19 @@ class FewRowsParams(ctypes.Structure):
     ]
 
 
+class SomeRowsParams(ctypes.Structure):
+    _fields_ = [
+        ("m", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("weights", MatrixView),
+        ("bias", c_void_p),
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("add_to_f32", c_bool),
+    ]
+
+
 TO_BF16, SILU_MUL, ADD_TO_F32 = range(3)
 
 
@@ -121,7 +134,8 @@ def load_library():
     library = ctypes.CDLL(os.environ.get("PHSA_CUDA_KERNELS", str(default)))
     library.phsa_ops_params_size.restype = c_size_t
     library.phsa_ops_top_workspace.restype = c_size_t
-    for i, struct in enumerate((NormParams, RowsParams, HeadsParams, TopParams, TopLogits, FewRowsParams)):
+    structs = (NormParams, RowsParams, HeadsParams, TopParams, TopLogits, FewRowsParams, SomeRowsParams)
+    for i, struct in enumerate(structs):
         assert library.phsa_ops_params_size(i) == ctypes.sizeof(struct), struct
     return library
 
@@ -242,21 +256,58 @@ def check_few_rows(n, k, m, result, biased, int8):
     assert error.max().item() <= slack * max(1.0, want.abs().max().item()), f"{name}: off by {error.max().item()}"
 
 
-def test_rows_of_int8_products_have_the_same_bits_in_any_company():
-    n, k, m = 100, 1056, 4
-    weights = Weights(1, n, k, True)
-    x = torch.randn(m, k, device=CUDA).bfloat16()
+def test_products_of_some_rows():
+    # From 2112 rows of weights on, blocks have 16 of them.
+    for n, k in ((1, 32), (9, 96), (1000, 576), (1024, 3072), (2117, 64), (4096, 1024), (2200, 1056), (37, 8960)):
+        for m in (1, 5, 8, 9, 16):
+            for add_to_f32 in (False, True):
+                for biased in (False, True):
+                    for int8 in (False, True):
+                        check_some_rows(n, k, m, add_to_f32, biased, int8)
+    view = Weights(1, 8, 64, False).view()
+    assert LIBRARY.phsa_ops_some_rows(ctypes.byref(SomeRowsParams(17, 8, 64, view))) != 0
+    assert LIBRARY.phsa_ops_some_rows(ctypes.byref(SomeRowsParams(5, 8, 48, view))) != 0
 
-    def multiply(rows):
-        y = torch.zeros(len(rows), n, device=CUDA)
-        params = FewRowsParams(ADD_TO_F32, len(rows), n, k, weights.view(), None, rows.data_ptr())
-        params.y = y.data_ptr()
-        check(LIBRARY.phsa_ops_few_rows(ctypes.byref(params)))
-        return y
 
-    together = multiply(x)
-    for first in range(m):
-        assert torch.equal(multiply(x[first:]), together[first:])
+def check_some_rows(n, k, m, add_to_f32, biased, int8):
+    name = f"{m} rows of {k} to {n}, added {add_to_f32}, bias {biased}, int8 {int8}"
+    dtype = torch.float32 if add_to_f32 else torch.bfloat16
+    weights = Weights(1, n, k, int8)
+    x = (torch.randn(m, k, device=CUDA) * 2).bfloat16()
+    bias = torch.randn(n, device=CUDA).to(dtype)
+    y = torch.randn(m, n, device=CUDA).to(dtype)
+    want = x.double() @ weights.values[0].T
+    if biased:
+        want = want + bias.double()
+    if add_to_f32:
+        want = want + y.double()
+    params = SomeRowsParams(m, n, k, weights.view(), bias.data_ptr() if biased else None, x.data_ptr())
+    params.y, params.add_to_f32 = y.data_ptr(), add_to_f32
+    check(LIBRARY.phsa_ops_some_rows(ctypes.byref(params)))
+    error = (y.double() - want).abs() - (0 if add_to_f32 else BF16) * want.abs()
+    assert error.max().item() <= 1e-5 * max(1.0, want.abs().max().item()), f"{name}: off by {error.max().item()}"
+
+
+def test_rows_of_products_have_the_same_bits_in_any_company():
+    n, k = 100, 1056
+    for call, kind, most in (
+        (LIBRARY.phsa_ops_few_rows, FewRowsParams, 4),
+        (LIBRARY.phsa_ops_some_rows, SomeRowsParams, 16),
+    ):
+        for int8 in (False, True):
+            weights = Weights(1, n, k, int8)
+            x = torch.randn(most, k, device=CUDA).bfloat16()
+            results = []
+            for first in (0, 1, most // 2, most - 1):
+                y = torch.zeros(most - first, n, device=CUDA)
+                params = kind(m=most - first, n=n, k=k, weights=weights.view(), x=x[first:].data_ptr(), y=y.data_ptr())
+                if kind is FewRowsParams:
+                    params.result = ADD_TO_F32
+                else:
+                    params.add_to_f32 = True
+                check(call(ctypes.byref(params)))
+                results.append(y)
+            assert all(torch.equal(y, results[0][-len(y) :]) for y in results), f"{kind}, int8 {int8}"
 
 
 def test_int8_weights_become_bf16():

@@ -269,7 +269,7 @@ class CudaBackend final : public ModelBackend {
   // Nobody reads what the last layer gives where no logits are wanted: only its keys, values and representatives.
   bool IsUnread(int32_t layer) const { return layer + 1 == config_.num_layers && rows_->wanted.empty(); }
 
-  // The parts of a step on the first m rows of the activations.
+  // The parts of a step on the first m rows of the activations. `result` is kBf16 or kAddToF32.
   void Multiply(int32_t m, const void* x, int32_t k, const MatrixView& weights, const void* bias, int32_t n, void* y,
                 Result result);
   // Of rows of the residual stream, which are normed first, where the result is not kAddToF32.
@@ -311,7 +311,7 @@ class CudaBackend final : public ModelBackend {
   Linear linear_;
   DeviceWeights weights_;
   DeviceBuffer activation_memory_, attention_workspace_, step_memory_;
-  DeviceBuffer dequantized_;  // bf16: the int8 matrix that is being multiplied with more rows than a few
+  DeviceBuffer dequantized_;  // bf16: the int8 matrix that is being multiplied with many rows
   Activations at_;
   PinnedBuffer host_top_;  // TopLogits [max_rows]
 
@@ -472,6 +472,11 @@ void CudaBackend::SendStep() {
 
 void CudaBackend::Multiply(int32_t m, const void* x, int32_t k, const MatrixView& weights, const void* bias, int32_t n,
                            void* y, Result result) {
+  PHSA_CHECK(result != Result::kF32);
+  if (IsForSomeRows(m, k)) {
+    Check(MultiplySomeRows({m, n, k, weights, bias, x, y, result == Result::kAddToF32}, stream()), kStep);
+    return;
+  }
   if (weights.is_int8()) Check(Bf16FromInt8(weights, n, k, dequantized_.data(), stream()), kStep);
   LinearParams p;
   p.m = m;

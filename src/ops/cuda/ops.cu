@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <type_traits>
 
 namespace phsa::cuda {
 namespace {
@@ -342,6 +343,127 @@ cudaError_t LaunchFewRows(const FewRowsParams& p, cudaStream_t stream) {
   return p.k % kGroup == 0 ? LaunchFewRows<kResult, true>(p, stream) : cudaErrorInvalidValue;
 }
 
+// c += a · b, with the fragments of mma.sync.m16n8k16.
+__device__ __forceinline__ void Mma(const uint32_t (&a)[4], uint32_t b0, uint32_t b1, float (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Codes 2 · pair and 2 · pair + 1 of a word as bf16, which holds them exactly: 128 plus the low 7 bits, less 128 or
+// 256.
+__device__ __forceinline__ uint32_t Bf16Codes(uint32_t word, int pair) {
+  const uint32_t codes = __byte_perm(word, 0, pair == 0 ? 0x4140u : 0x4342u);
+  const uint32_t low = (codes & 0x007f007fu) | 0x43004300u, less = (codes & 0x00800080u) ^ 0xc380c380u;
+  const __nv_bfloat162 sum =
+      __hadd2(reinterpret_cast<const __nv_bfloat162&>(low), reinterpret_cast<const __nv_bfloat162&>(less));
+  return reinterpret_cast<const uint32_t&>(sum);
+}
+
+// A thread block has kTiles times 8 rows of the weights, and its warps share the columns, 32 at a time: group g is warp
+// g % kWarps's. Nothing of x is read twice by a block, so it comes straight from the L2 cache.
+//
+// Which column is which of the tensor cores' 16 is free as long as x and the weights agree. Lane (row r, quarter q) has
+// columns 8q to 8q + 7 of the group, of rows r and r + 8 of x and of row r of the weights: one load each. The first
+// product takes the first four of them, the second one the others.
+template <bool kInt8, int kTiles>
+__global__ __launch_bounds__(kTiles == 1 ? 512 : 256) void SomeRowsKernel(SomeRowsParams p) {
+  // Few rows of weights have long columns, and more warps to share them.
+  constexpr int kWarps = kTiles == 1 ? 16 : 8;
+  constexpr int kHeld = 4;  // groups on their way
+  __shared__ float shared[kWarps][kTiles][16][8];
+  using Piece = std::conditional_t<kInt8, uint2, uint4>;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
+  const int row = lane / 4, quarter = lane % 4, groups = p.k / kGroup;
+  const int first = static_cast<int>(blockIdx.x) * kTiles * 8;
+  const auto* const x = static_cast<const uint4*>(p.x);
+  // What lies beyond the last row is a copy of it, and is not written.
+  const auto inside = [&](int weight_row) { return int64_t{min(weight_row, p.n - 1)}; };
+  const Piece* weights[kTiles];
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    weights[t] = static_cast<const Piece*>(p.weights.data) + inside(first + t * 8 + row) * groups * 4 + quarter;
+  }
+  float sums[kTiles][4] = {};
+  for (int begin = warp; begin < groups; begin += kHeld * kWarps) {
+    Piece held[kHeld][kTiles];
+    float scales[kHeld][kTiles][2];
+    uint4 of_x[kHeld][2];
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const int group = begin + j * kWarps;
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        held[j][t] = group < groups ? weights[t][group * 4] : Piece{};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          // Of the columns of the result that this lane has.
+          const int64_t scale = inside(first + t * 8 + quarter * 2 + i) * groups + group;
+          scales[j][t][i] = kInt8 && group < groups ? Scale(p.weights.scales + scale) : 0.0f;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int x_row = row + 8 * i;
+        of_x[j][i] = group < groups && x_row < p.m ? x[(int64_t{x_row} * groups + group) * 4 + quarter] : uint4{};
+      }
+    }
+    __syncwarp();  // else the compiler moves the loads down to where they are used, to save registers
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const uint32_t a[2][4] = {{of_x[j][0].x, of_x[j][1].x, of_x[j][0].y, of_x[j][1].y},
+                                {of_x[j][0].z, of_x[j][1].z, of_x[j][0].w, of_x[j][1].w}};
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const Piece& w = held[j][t];
+        if constexpr (kInt8) {
+          float part[4] = {};
+          Mma(a[0], Bf16Codes(w.x, 0), Bf16Codes(w.x, 1), part);
+          Mma(a[1], Bf16Codes(w.y, 0), Bf16Codes(w.y, 1), part);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[t][i] = fmaf(part[i], scales[j][t][i % 2], sums[t][i]);
+        } else {
+          Mma(a[0], w.x, w.y, sums[t]);
+          Mma(a[1], w.z, w.w, sums[t]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) shared[warp][t][row + i / 2 * 8][quarter * 2 + i % 2] = sums[t][i];
+  }
+  __syncthreads();
+  if (thread >= kTiles * 128) return;
+  const int tile = thread / 128, y_row = thread % 128 / 8, column = first + tile * 8 + thread % 8;
+  if (y_row >= p.m || column >= p.n) return;
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) sum += shared[i][tile][y_row][thread % 8];
+  if constexpr (kInt8) sum *= p.weights.factors[column];
+  const int64_t at = int64_t{y_row} * p.n + column;
+  if (p.add_to_f32) {
+    if (p.bias != nullptr) sum += static_cast<const float*>(p.bias)[column];
+    static_cast<float*>(p.y)[at] += sum;
+  } else {
+    if (p.bias != nullptr) sum += __bfloat162float(static_cast<const __nv_bfloat16*>(p.bias)[column]);
+    static_cast<__nv_bfloat16*>(p.y)[at] = __float2bfloat16_rn(sum);
+  }
+}
+
+template <bool kInt8>
+cudaError_t LaunchSomeRows(const SomeRowsParams& p, cudaStream_t stream) {
+  constexpr int32_t kManyBlocks = 132;  // what a large GPU has multiprocessors
+  if (p.n >= 16 * kManyBlocks) {
+    SomeRowsKernel<kInt8, 2><<<Blocks(p.n, 16), 256, 0, stream>>>(p);
+  } else {
+    SomeRowsKernel<kInt8, 1><<<Blocks(p.n, 8), 512, 0, stream>>>(p);
+  }
+  return cudaGetLastError();
+}
+
 __global__ __launch_bounds__(kThreads) void RowsKernel(RowsParams p) {
   const int64_t item = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t row = item / p.half;
@@ -654,6 +776,13 @@ cudaError_t MultiplyFewRows(const FewRowsParams& params, cudaStream_t stream) {
     case Result::kAddToF32: return LaunchFewRows<Result::kAddToF32>(params, stream);
   }
   return cudaErrorInvalidValue;
+}
+
+bool IsForSomeRows(int32_t m, int32_t k) { return m <= kSomeRows && k % kGroup == 0; }
+
+cudaError_t MultiplySomeRows(const SomeRowsParams& params, cudaStream_t stream) {
+  if (!IsForSomeRows(params.m, params.k)) return cudaErrorInvalidValue;
+  return params.weights.is_int8() ? LaunchSomeRows<true>(params, stream) : LaunchSomeRows<false>(params, stream);
 }
 
 cudaError_t PrepareRows(const RowsParams& params, cudaStream_t stream) {

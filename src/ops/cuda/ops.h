@@ -65,6 +65,20 @@ struct FewRowsParams {
 bool IsForFewRows(int32_t m, int32_t k);
 cudaError_t MultiplyFewRows(const FewRowsParams& params, cudaStream_t stream);
 
+// Products of some more rows, as decoding a batch asks for: on the tensor cores, bound by reading the weights once, and
+// with int8 weights that are nowhere written as bf16.
+inline constexpr int32_t kSomeRows = 16;
+struct SomeRowsParams {
+  int32_t m, n, k;  // m up to kSomeRows, k a multiple of 32
+  MatrixView weights;
+  const void* bias;  // [n] in the type of y, or null
+  const void* x;     // bf16 [m][k]
+  void* y;           // [m][n]
+  bool add_to_f32;   // y is f32 and is added to; else it is bf16
+};
+bool IsForSomeRows(int32_t m, int32_t k);
+cudaError_t MultiplySomeRows(const SomeRowsParams& params, cudaStream_t stream);
+
 // What the rows of a step need once for all layers.
 struct RowsParams {
   int32_t m, half;            // head_dim / 2
@@ -99,7 +113,7 @@ cudaError_t RopeAndAppend(const HeadsParams& params, cudaStream_t stream);
 // In place, from f16 to bf16.
 cudaError_t Bf16FromF16(void* x, int64_t count, cudaStream_t stream);
 
-// int8 weights [n][k] rounded to bf16, for products of more rows than a few: out [n][k].
+// int8 weights [n][k] rounded to bf16, for products of more rows than those above take: out [n][k].
 cudaError_t Bf16FromInt8(const MatrixView& weights, int32_t n, int32_t k, void* out, cudaStream_t stream);
 
 // out[m][dim] = silu(gate) · up, of gate_up[m][2][dim]; all bf16.

@@ -7,8 +7,9 @@ extern "C" {
 
 // So that the mirrors of the structs on the other side can be checked.
 size_t phsa_ops_params_size(int which) {
-  constexpr size_t kSizes[] = {sizeof(cuda::NormParams), sizeof(cuda::RowsParams), sizeof(cuda::HeadsParams),
-                               sizeof(cuda::TopParams),  sizeof(cuda::TopLogits),  sizeof(cuda::FewRowsParams)};
+  constexpr size_t kSizes[] = {sizeof(cuda::NormParams),    sizeof(cuda::RowsParams), sizeof(cuda::HeadsParams),
+                               sizeof(cuda::TopParams),     sizeof(cuda::TopLogits),  sizeof(cuda::FewRowsParams),
+                               sizeof(cuda::SomeRowsParams)};
   return kSizes[which];
 }
 int phsa_ops_norm(const cuda::NormParams* p, const int32_t* rows, const void* embedding) {
@@ -17,6 +18,9 @@ int phsa_ops_norm(const cuda::NormParams* p, const int32_t* rows, const void* em
 }
 int phsa_ops_few_rows(const cuda::FewRowsParams* p) {
   return cuda::IsForFewRows(p->m, p->k) ? cuda::MultiplyFewRows(*p, nullptr) : cudaErrorInvalidValue;
+}
+int phsa_ops_some_rows(const cuda::SomeRowsParams* p) {
+  return cuda::IsForSomeRows(p->m, p->k) ? cuda::MultiplySomeRows(*p, nullptr) : cudaErrorInvalidValue;
 }
 int phsa_ops_rows(const cuda::RowsParams* p) { return cuda::PrepareRows(*p, nullptr); }
 int phsa_ops_heads(const cuda::HeadsParams* p) { return cuda::RopeAndAppend(*p, nullptr); }
