@@ -34,6 +34,19 @@ class NormParams(ctypes.Structure):
     ]
 
 
+class KeepParams(ctypes.Structure):
+    _fields_ = [
+        ("m", c_int32),
+        ("x_dim", c_int32),
+        ("y_dim", c_int32),
+        ("rows", c_void_p),
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("kept_x", c_void_p),
+        ("kept_y", c_void_p),
+    ]
+
+
 class RowsParams(ctypes.Structure):
     _fields_ = [
         ("m", c_int32),
@@ -134,7 +147,7 @@ def load_library():
     library = ctypes.CDLL(os.environ.get("PHSA_CUDA_KERNELS", str(default)))
     library.phsa_ops_params_size.restype = c_size_t
     library.phsa_ops_top_workspace.restype = c_size_t
-    structs = (NormParams, RowsParams, HeadsParams, TopParams, TopLogits, FewRowsParams, SomeRowsParams)
+    structs = (NormParams, RowsParams, HeadsParams, TopParams, TopLogits, FewRowsParams, SomeRowsParams, KeepParams)
     for i, struct in enumerate(structs):
         assert library.phsa_ops_params_size(i) == ctypes.sizeof(struct), struct
     return library
@@ -162,6 +175,20 @@ def assert_rounded(got, want, what, slack=1e-5):
     unit = 2.0**-11 if got.dtype == torch.float16 else BF16
     error = (got.double() - want).abs() - unit * want.abs()
     assert error.max().item() <= slack * want.abs().max().item(), f"{what}: off by {error.max().item()}"
+
+
+def test_rows_that_are_kept_are_those_that_were_named():
+    for m, x_dim, y_dim in ((1, 8, 64), (128, 576, 576), (5, 1536, 4096), (97, 5000, 8)):
+        rows = torch.randperm(300, device=CUDA, dtype=torch.int32)[:m].contiguous()
+        x = torch.randn(300, x_dim, device=CUDA)
+        y = torch.randn(300, y_dim, device=CUDA).bfloat16()
+        kept_x = torch.full((m + 1, x_dim), 7.0, device=CUDA)
+        kept_y = torch.full((m + 1, y_dim), 7.0, device=CUDA, dtype=torch.bfloat16)
+        pointers = (each.data_ptr() for each in (rows, x, y, kept_x, kept_y))
+        check(LIBRARY.phsa_ops_keep(ctypes.byref(KeepParams(m, x_dim, y_dim, *pointers))))
+        for kept, source in ((kept_x, x), (kept_y, y)):
+            assert torch.equal(kept[:m], source[rows.long()])
+            assert (kept[m] == 7).all()
 
 
 def test_norm_of_all_rows_named_rows_and_embedded_tokens():

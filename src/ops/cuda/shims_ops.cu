@@ -9,13 +9,14 @@ extern "C" {
 size_t phsa_ops_params_size(int which) {
   constexpr size_t kSizes[] = {sizeof(cuda::NormParams),    sizeof(cuda::RowsParams), sizeof(cuda::HeadsParams),
                                sizeof(cuda::TopParams),     sizeof(cuda::TopLogits),  sizeof(cuda::FewRowsParams),
-                               sizeof(cuda::SomeRowsParams)};
+                               sizeof(cuda::SomeRowsParams), sizeof(cuda::KeepParams)};
   return kSizes[which];
 }
 int phsa_ops_norm(const cuda::NormParams* p, const int32_t* rows, const void* embedding) {
   if (embedding != nullptr) return cuda::EmbedAndNorm(*p, embedding, rows, nullptr);
   return rows != nullptr ? cuda::RmsNormOfRows(*p, rows, nullptr) : cuda::RmsNorm(*p, nullptr);
 }
+int phsa_ops_keep(const cuda::KeepParams* p) { return cuda::KeepRows(*p, nullptr); }
 int phsa_ops_few_rows(const cuda::FewRowsParams* p) {
   return cuda::IsForFewRows(p->m, p->k) ? cuda::MultiplyFewRows(*p, nullptr) : cudaErrorInvalidValue;
 }
