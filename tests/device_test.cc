@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <limits>
 #include <random>
+#include <utility>
 
 #include "engine/device_choice.h"
 #include "engine/sampler.h"
@@ -326,6 +327,26 @@ TEST(ChooseDevice, ACacheForAStepHoldsAsManyTextsAsAStepReads) {
   EXPECT_EQ(LoadedEngine(options)->plan().cache_tokens, 500);  // of the CPU's 512
   options.chunk = 64;
   EXPECT_EQ(LoadedEngine(options)->plan().cache_tokens, 100);
+}
+
+TEST(Gpu, TakesInt8WeightsInWholeGroupsAndNoF32) {
+  FakeModel model;
+  BackendOptions options;
+  options.kv_dtype = PHSA_BF16;
+  const auto why_not = [&](WeightsMode weights) {
+    options.weights = weights;
+    return cuda::Unsupported(model, options);
+  };
+  if (!why_not(WeightsMode::kAuto).empty()) GTEST_SKIP() << "this build has no CUDA";
+  EXPECT_EQ(why_not(WeightsMode::kBf16), "");
+  EXPECT_EQ(why_not(WeightsMode::kInt8), "");
+  EXPECT_NE(why_not(WeightsMode::kF32).find("auto, bf16 and int8"), std::string::npos);
+  for (int32_t ModelConfig::*width : {&ModelConfig::hidden, &ModelConfig::intermediate}) {
+    const int32_t before = std::exchange(model.config_for_test().*width, 200);
+    EXPECT_EQ(why_not(WeightsMode::kBf16), "");
+    EXPECT_NE(why_not(WeightsMode::kInt8).find("multiples of 32"), std::string::npos);
+    model.config_for_test().*width = before;
+  }
 }
 
 TEST(MemoryPlan, OfAGpuSaysSo) {
