@@ -99,6 +99,7 @@ def folder_of(path, work, program, context):
     """A Hugging Face folder of a model with room for `context` tokens."""
     if path.suffix == ".gguf":
         exported = work / path.stem
+        work.mkdir(parents=True, exist_ok=True)
         if not (exported / "config.json").exists():
             subprocess.run([program, "export", "-m", path, "--out", exported, "--type", "bf16"], check=True)
         path = exported

@@ -18,6 +18,7 @@ struct BenchFlags {
   AttentionFlags attention;
   std::vector<std::string> prompts = {"512"}, generates = {"32"}, depths = {"0"};
   std::vector<int32_t> batches = {1};
+  std::string text;
   int32_t repeats = 3;
   bool json = false, profile = false;
 };
@@ -105,12 +106,17 @@ void RunBench(const BenchFlags& flags) {
                     flags.repeats, flags.profile ? " products | selection | attention | other |" : "",
                     flags.profile ? "---|---|---|---|" : ""));
   }
+  std::vector<int32_t> text;
+  if (!flags.text.empty()) {
+    text = engine->tokenizer().Encode(ReadText(flags.text), SpecialTokens::kAsText);
+    if (text.empty()) ThrowInvalid("bench: {} has no text", flags.text);
+  }
   for (const LayerSettings& attention : policies) {
     engine->SetAttention(attention);
     engine->decoder().TimeStages(flags.profile);
     GenerateCallbacks callbacks;
     callbacks.stop = WasInterrupted;
-    SpeedMeter meter(*engine, callbacks);
+    SpeedMeter meter(*engine, callbacks, text);
     for (const int32_t depth : depths) {
       for (const int32_t tokens : prompts) {
         if (tokens == 0) continue;
@@ -142,6 +148,8 @@ void AddBenchCommand(CLI::App& app) {
   command->add_option("-b,--batch", flags->batches, "texts that are written at once: 1,16; reading is one text's")
       ->delimiter(',')
       ->check(CLI::Range(1, kMaxBatch));
+  command->add_option("-f,--file", flags->text,
+                      "a text to read, again and again where it is too short; without: random tokens");
   command->add_option("-r,--repetitions", flags->repeats, "how often each is measured")->check(CLI::Range(1, 1000));
   command->add_flag("--json", flags->json, "JSON lines instead of a markdown table");
   command->add_flag("--profile", flags->profile,

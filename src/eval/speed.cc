@@ -69,11 +69,17 @@ nlohmann::ordered_json SpeedToJson(const SpeedRow& row) {
           {"read_share", row.tokens_read.share()}};
 }
 
-SpeedMeter::SpeedMeter(Engine& engine, GenerateCallbacks callbacks)
-    : engine_(engine), callbacks_(std::move(callbacks)) {
+SpeedMeter::SpeedMeter(Engine& engine, GenerateCallbacks callbacks, std::vector<int32_t> text)
+    : engine_(engine), callbacks_(std::move(callbacks)), tokens_(std::move(text)) {
   texts_.emplace_back(engine.cache());
+  const auto count = static_cast<size_t>(engine.plan().context);
+  if (const size_t length = tokens_.size(); length > 0) {
+    tokens_.resize(count);
+    for (size_t i = length; i < count; ++i) tokens_[i] = tokens_[i - length];
+    return;
+  }
   std::mt19937 random(1);
-  tokens_.resize(static_cast<size_t>(engine.plan().context));
+  tokens_.resize(count);
   for (int32_t& token : tokens_) {
     token = static_cast<int32_t>(random() % static_cast<uint32_t>(engine.config().vocab_size));
   }

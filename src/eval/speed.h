@@ -33,12 +33,14 @@ struct SpeedRow {
 // test, tokens, depth, batch, tokens_per_s, tokens_per_s_mean, repeats, read_share
 nlohmann::ordered_json SpeedToJson(const SpeedRow& row);
 
-// Measures the attention that the engine has, on random tokens. Throws phsa::Error where a logit is not finite: then
-// what was timed was no computation.
+// Measures the attention that the engine has, on random tokens, or those of a text: neighbouring queries of a text
+// choose alike, those of random tokens do not, and what is chosen alike is read once. Throws phsa::Error where a logit
+// is not finite: then what was timed was no computation.
 class SpeedMeter {
  public:
   // `callbacks.stop` is asked before every step, `callbacks.prefill` told the tokens that are in the cache.
-  SpeedMeter(Engine& engine, GenerateCallbacks callbacks);
+  // `text`: its tokens are read, again and again where they are fewer than is asked for; empty: random ones.
+  SpeedMeter(Engine& engine, GenerateCallbacks callbacks, std::vector<int32_t> text = {});
 
   // Reading each of `lengths` tokens, ascending, after `depth` others: a row for each. One pass of the longest measures
   // all. What callbacks.stop cut short is left out, rows without a run too.

@@ -19,7 +19,7 @@ namespace {
 __global__ void Trap() { __trap(); }
 
 void Fill(std::vector<void*>& taken) {
-  for (size_t bytes = size_t{1} << 33; bytes >= size_t{1} << 21; bytes /= 2) {
+  for (size_t bytes = size_t{1} << 33; bytes >= size_t{1} << 12; bytes /= 2) {
     void* memory = nullptr;
     while (cudaMalloc(&memory, bytes) == cudaSuccess) taken.push_back(memory);
     cudaGetLastError();

@@ -473,7 +473,8 @@ void CudaBackend::SendStep() {
 void CudaBackend::Multiply(int32_t m, const void* x, int32_t k, const MatrixView& weights, const void* bias, int32_t n,
                            void* y, Result result) {
   PHSA_CHECK(result != Result::kF32);
-  if (IsForSomeRows(m, k)) {
+  // With bf16 weights cuBLASLt is faster: by 6 % at 8 rows, 11 % at 16.
+  if (weights.is_int8() && IsForSomeRows(m, k)) {
     Check(MultiplySomeRows({m, n, k, weights, bias, x, y, result == Result::kAddToF32}, stream()), kStep);
     return;
   }
