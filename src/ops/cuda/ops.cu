@@ -367,27 +367,26 @@ __device__ __forceinline__ uint32_t Bf16Codes(uint32_t word, int pair) {
 // Which column is which of the tensor cores' 16 is free as long as x and the weights agree. Lane (row r, quarter q) has
 // columns 8q to 8q + 7 of the group, of rows r and r + 8 of x and of row r of the weights: one load each. The first
 // product takes the first four of them, the second one the others.
-template <bool kInt8, int kTiles>
+template <int kTiles>
 __global__ __launch_bounds__(kTiles == 1 ? 512 : 256) void SomeRowsKernel(SomeRowsParams p) {
   // Few rows of weights have long columns, and more warps to share them.
   constexpr int kWarps = kTiles == 1 ? 16 : 8;
   constexpr int kHeld = 4;  // groups on their way
   __shared__ float shared[kWarps][kTiles][16][8];
-  using Piece = std::conditional_t<kInt8, uint2, uint4>;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
   const int row = lane / 4, quarter = lane % 4, groups = p.k / kGroup;
   const int first = static_cast<int>(blockIdx.x) * kTiles * 8;
   const auto* const x = static_cast<const uint4*>(p.x);
   // What lies beyond the last row is a copy of it, and is not written.
   const auto inside = [&](int weight_row) { return int64_t{min(weight_row, p.n - 1)}; };
-  const Piece* weights[kTiles];
+  const uint2* weights[kTiles];
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
-    weights[t] = static_cast<const Piece*>(p.weights.data) + inside(first + t * 8 + row) * groups * 4 + quarter;
+    weights[t] = static_cast<const uint2*>(p.weights.data) + inside(first + t * 8 + row) * groups * 4 + quarter;
   }
   float sums[kTiles][4] = {};
   for (int begin = warp; begin < groups; begin += kHeld * kWarps) {
-    Piece held[kHeld][kTiles];
+    uint2 held[kHeld][kTiles];
     float scales[kHeld][kTiles][2];
     uint4 of_x[kHeld][2];
 #pragma unroll
@@ -395,12 +394,12 @@ __global__ __launch_bounds__(kTiles == 1 ? 512 : 256) void SomeRowsKernel(SomeRo
       const int group = begin + j * kWarps;
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        held[j][t] = group < groups ? weights[t][group * 4] : Piece{};
+        held[j][t] = group < groups ? weights[t][group * 4] : uint2{};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           // Of the columns of the result that this lane has.
           const int64_t scale = inside(first + t * 8 + quarter * 2 + i) * groups + group;
-          scales[j][t][i] = kInt8 && group < groups ? Scale(p.weights.scales + scale) : 0.0f;
+          scales[j][t][i] = group < groups ? Scale(p.weights.scales + scale) : 0.0f;
         }
       }
 #pragma unroll
@@ -416,17 +415,12 @@ __global__ __launch_bounds__(kTiles == 1 ? 512 : 256) void SomeRowsKernel(SomeRo
                                 {of_x[j][0].z, of_x[j][1].z, of_x[j][0].w, of_x[j][1].w}};
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        const Piece& w = held[j][t];
-        if constexpr (kInt8) {
-          float part[4] = {};
-          Mma(a[0], Bf16Codes(w.x, 0), Bf16Codes(w.x, 1), part);
-          Mma(a[1], Bf16Codes(w.y, 0), Bf16Codes(w.y, 1), part);
+        const uint2& w = held[j][t];
+        float part[4] = {};
+        Mma(a[0], Bf16Codes(w.x, 0), Bf16Codes(w.x, 1), part);
+        Mma(a[1], Bf16Codes(w.y, 0), Bf16Codes(w.y, 1), part);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) sums[t][i] = fmaf(part[i], scales[j][t][i % 2], sums[t][i]);
-        } else {
-          Mma(a[0], w.x, w.y, sums[t]);
-          Mma(a[1], w.z, w.w, sums[t]);
-        }
+        for (int i = 0; i < 4; ++i) sums[t][i] = fmaf(part[i], scales[j][t][i % 2], sums[t][i]);
       }
     }
   }
@@ -442,7 +436,7 @@ __global__ __launch_bounds__(kTiles == 1 ? 512 : 256) void SomeRowsKernel(SomeRo
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) sum += shared[i][tile][y_row][thread % 8];
-  if constexpr (kInt8) sum *= p.weights.factors[column];
+  sum *= p.weights.factors[column];
   const int64_t at = int64_t{y_row} * p.n + column;
   if (p.add_to_f32) {
     if (p.bias != nullptr) sum += static_cast<const float*>(p.bias)[column];
@@ -453,13 +447,12 @@ __global__ __launch_bounds__(kTiles == 1 ? 512 : 256) void SomeRowsKernel(SomeRo
   }
 }
 
-template <bool kInt8>
 cudaError_t LaunchSomeRows(const SomeRowsParams& p, cudaStream_t stream) {
   constexpr int32_t kManyBlocks = 132;  // what a large GPU has multiprocessors
   if (p.n >= 16 * kManyBlocks) {
-    SomeRowsKernel<kInt8, 2><<<Blocks(p.n, 16), 256, 0, stream>>>(p);
+    SomeRowsKernel<2><<<Blocks(p.n, 16), 256, 0, stream>>>(p);
   } else {
-    SomeRowsKernel<kInt8, 1><<<Blocks(p.n, 8), 512, 0, stream>>>(p);
+    SomeRowsKernel<1><<<Blocks(p.n, 8), 512, 0, stream>>>(p);
   }
   return cudaGetLastError();
 }
@@ -778,11 +771,12 @@ cudaError_t MultiplyFewRows(const FewRowsParams& params, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-bool IsForSomeRows(int32_t m, int32_t k) { return m <= kSomeRows && k % kGroup == 0; }
+bool IsForSomeRows(const SomeRowsParams& params) {
+  return params.weights.is_int8() && params.m <= kSomeRows && params.k % kGroup == 0;
+}
 
 cudaError_t MultiplySomeRows(const SomeRowsParams& params, cudaStream_t stream) {
-  if (!IsForSomeRows(params.m, params.k)) return cudaErrorInvalidValue;
-  return params.weights.is_int8() ? LaunchSomeRows<true>(params, stream) : LaunchSomeRows<false>(params, stream);
+  return IsForSomeRows(params) ? LaunchSomeRows(params, stream) : cudaErrorInvalidValue;
 }
 
 cudaError_t PrepareRows(const RowsParams& params, cudaStream_t stream) {

@@ -65,18 +65,18 @@ struct FewRowsParams {
 bool IsForFewRows(int32_t m, int32_t k);
 cudaError_t MultiplyFewRows(const FewRowsParams& params, cudaStream_t stream);
 
-// Products of some more rows, as decoding a batch asks for: on the tensor cores, bound by reading the weights once, and
-// with int8 weights that are nowhere written as bf16.
+// Products of some more rows with int8 weights, as decoding a batch asks for: on the tensor cores, and the weights are
+// nowhere written as bf16. (The same with bf16 weights was slower than cuBLASLt.)
 inline constexpr int32_t kSomeRows = 16;
 struct SomeRowsParams {
-  int32_t m, n, k;  // m up to kSomeRows, k a multiple of 32
-  MatrixView weights;
-  const void* bias;  // [n] in the type of y, or null
-  const void* x;     // bf16 [m][k]
-  void* y;           // [m][n]
-  bool add_to_f32;   // y is f32 and is added to; else it is bf16
+  int32_t m, n, k;     // m up to kSomeRows, k a multiple of 32
+  MatrixView weights;  // int8
+  const void* bias;    // [n] in the type of y, or null
+  const void* x;       // bf16 [m][k]
+  void* y;             // [m][n]
+  bool add_to_f32;     // y is f32 and is added to; else it is bf16
 };
-bool IsForSomeRows(int32_t m, int32_t k);
+bool IsForSomeRows(const SomeRowsParams& params);
 cudaError_t MultiplySomeRows(const SomeRowsParams& params, cudaStream_t stream);
 
 // What the rows of a step need once for all layers.

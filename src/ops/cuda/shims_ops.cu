@@ -20,9 +20,7 @@ int phsa_ops_keep(const cuda::KeepParams* p) { return cuda::KeepRows(*p, nullptr
 int phsa_ops_few_rows(const cuda::FewRowsParams* p) {
   return cuda::IsForFewRows(p->m, p->k) ? cuda::MultiplyFewRows(*p, nullptr) : cudaErrorInvalidValue;
 }
-int phsa_ops_some_rows(const cuda::SomeRowsParams* p) {
-  return cuda::IsForSomeRows(p->m, p->k) ? cuda::MultiplySomeRows(*p, nullptr) : cudaErrorInvalidValue;
-}
+int phsa_ops_some_rows(const cuda::SomeRowsParams* p) { return cuda::MultiplySomeRows(*p, nullptr); }
 int phsa_ops_rows(const cuda::RowsParams* p) { return cuda::PrepareRows(*p, nullptr); }
 int phsa_ops_heads(const cuda::HeadsParams* p) { return cuda::RopeAndAppend(*p, nullptr); }
 int phsa_ops_bf16_from_f16(void* x, int64_t count) { return cuda::Bf16FromF16(x, count, nullptr); }
