@@ -22,6 +22,10 @@ python := $(abspath $(PHSA_VENV))/bin/python
 # switched off (some containers), we try without.
 no_aslr := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
+# Tested with CUDA in it where there is an nvcc: nothing else compiles the engine for a GPU. The tests themselves run on
+# the CPU, whose bits they know; those of a GPU are scripts/test-cuda.sh's.
+test_options = -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python) -DPHSA_CUDA=AUTO -DPHSA_CUDA_ARCHITECTURES=90a-real
+
 # The steps of a command run in order; the tools inside each step run in parallel.
 .NOTPARALLEL:
 .PHONY: help demo test bench install format format-check tidy sanitize fuzz build clean \
@@ -104,9 +108,9 @@ cuda-build:
 	else echo "no nvcc here: the CUDA kernels are not compiled"; fi
 
 test-cpp: packages-test venv
-	cmake --preset release -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python)
+	cmake --preset release $(test_options)
 	cmake --build --preset release --target all phsa_torch
-	ctest --preset release
+	PHSA_DEVICE=cpu ctest --preset release
 
 test-asan: packages-test
 	cmake --preset asan
@@ -119,6 +123,6 @@ test-tsan: packages-test
 	$(no_aslr) ctest --preset tsan
 
 test-python: packages-test venv
-	cmake --preset release -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python)
+	cmake --preset release $(test_options)
 	cmake --build --preset release --target all phsa_torch
-	PYTHONPATH=python $(python) -m pytest python/tests tests/e2e $(PYTEST_ARGS)
+	PHSA_DEVICE=cpu PYTHONPATH=python $(python) -m pytest python/tests tests/e2e $(PYTEST_ARGS)

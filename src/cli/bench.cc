@@ -41,6 +41,7 @@ void Print(const BenchFlags& flags, Engine& engine, const SpeedRow& row) {
                  {"kv_type", engine.plan().kv_type},
                  {"threads", engine.threads().num_threads()},
                  {"device", engine.device_name()}});
+    if (!flags.text.empty()) line["text"] = flags.text;
     if (flags.profile) {
       line["share"] = {{"products", row.times.products / known},
                        {"selection", row.times.selection / known},

@@ -103,6 +103,17 @@ def test_a_tiny_model_runs_through_every_command(tiny, tmp_path):
     assert measured == [("pp", 1), ("tg", 1), ("tg", 3)]
 
 
+def test_bench_reads_a_text_as_often_as_it_takes(tiny, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("To be, or not to be.")
+    done = run_phsa("bench", "-m", tiny, "-p", 200, "-n", 2, "-d", 40, "-r", 1, "-f", text, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["test"], row["text"]) for row in rows] == [("pp", str(text)), ("tg", str(text))]
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+    assert "text" not in json.loads(run_phsa("bench", "-m", tiny, "-p", 8, "-n", 0, "-r", 1, "--json").stdout)
+
+
 def test_help_names_every_command():
     done = run_phsa("--help")
     assert done.returncode == 0
@@ -161,7 +172,7 @@ def test_info_without_a_model_lists_the_devices():
     refused(run_phsa("info", "--tensors"), "MODEL")
 
 
-def test_usage_errors_exit_with_2(tiny):
+def test_usage_errors_exit_with_2(tiny, tmp_path):
     for wrong in (["nonsense"], ["run"], ["run", "-m", tiny, "--no-such-flag"], ["run", "-m", tiny, "-n", "many"]):
         done = run_phsa(*wrong)
         assert done.returncode == 2 and done.stderr.strip(), wrong
@@ -170,6 +181,9 @@ def test_usage_errors_exit_with_2(tiny):
     refused(run_phsa("run", "-m", tiny, "-p", "x", "-c", "100000"), "100000", "256")
     refused(run_phsa("run", "-m", tiny, "-p", "x", "--attention", "fast"), "fast", "phsa")
     refused(run_phsa("bench", "-m", tiny, "-p", "4x"), "4x")
+    refused(run_phsa("bench", "-m", tiny, "-p", 8, "-f", tmp_path / "absent.txt"), "absent.txt")
+    (tmp_path / "empty.txt").write_text("")
+    refused(run_phsa("bench", "-m", tiny, "-p", 8, "-f", tmp_path / "empty.txt"), "empty.txt", "no text")
     refused(run_phsa("bench", "-m", tiny, "-p", 0, "-n", 2, "-b", 9, "--chunk", 8), "9", "8", "--chunk")
     refused(run_phsa("bench", "-m", tiny, "-p", "1000"), "1000", "256")
 
