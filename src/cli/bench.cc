@@ -96,6 +96,11 @@ void RunBench(const BenchFlags& flags) {
   model.cache_tokens = std::max(model.context, static_cast<int32_t>(cache_tokens));
   const std::vector<LayerSettings> policies = AttentionSettings(flags.attention, source->config(), context);
   Tokenizer tokenizer = LoadTokenizer(*source);
+  std::vector<int32_t> text;
+  if (!flags.text.empty()) {
+    text = tokenizer.Encode(ReadText(flags.text), SpecialTokens::kAsText);
+    if (text.empty()) ThrowInvalid("bench: {} has no text", flags.text);
+  }
   const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, policies.front());
   LoadEngine(*engine);
   if (!flags.json) {
@@ -106,11 +111,6 @@ void RunBench(const BenchFlags& flags) {
         fmt::format("| attention | K | test | depth | batch | best of {} | mean |{}\n|---|---|---|---|---|---|---|{}\n",
                     flags.repeats, flags.profile ? " products | selection | attention | other |" : "",
                     flags.profile ? "---|---|---|---|" : ""));
-  }
-  std::vector<int32_t> text;
-  if (!flags.text.empty()) {
-    text = engine->tokenizer().Encode(ReadText(flags.text), SpecialTokens::kAsText);
-    if (text.empty()) ThrowInvalid("bench: {} has no text", flags.text);
   }
   for (const LayerSettings& attention : policies) {
     engine->SetAttention(attention);
