@@ -146,7 +146,7 @@ size_t AttentionBytes(const ModelConfig& config, int32_t kv_dtype, int32_t max_r
          kPageTables;
 }
 
-size_t DequantizedBytes(const WeightLayout& weights) { return Aligned(weights.largest_int8 * sizeof(uint16_t)); }
+size_t DequantizedBytes(size_t largest_int8) { return Aligned(largest_int8 * sizeof(uint16_t)); }
 
 // A page memory on the device, in the order of the backend's stream.
 class DevicePages final : public PageMemory {
@@ -237,7 +237,7 @@ class CudaBackend final : public ModelBackend {
  public:
   CudaBackend(const ModelSource& source, const BackendOptions& options, std::string name);
   // False where `progress` asked to stop.
-  bool Load(const ModelSource& source, ThreadPool& threads, const LoadProgress& progress);
+  bool Load(const ModelSource& source, WeightsMode mode, ThreadPool& threads, const LoadProgress& progress);
 
   int32_t device() const override { return PHSA_DEVICE_CUDA; }
   std::string device_name() const override { return name_; }
@@ -303,7 +303,6 @@ class CudaBackend final : public ModelBackend {
   const float* LogitsOf(size_t wanted);
 
   const ModelConfig config_;
-  const WeightsMode weights_mode_;
   const int32_t kv_dtype_, max_rows_, device_;
   const std::string name_;
   const RopeFrequencies rope_;
@@ -373,7 +372,6 @@ class DeviceLogitsRow final : public LogitsRow {
 
 CudaBackend::CudaBackend(const ModelSource& source, const BackendOptions& options, std::string name)
     : config_(source.config()),
-      weights_mode_(options.weights),
       kv_dtype_(options.kv_dtype),
       max_rows_(options.max_rows),
       device_(options.device_index),
@@ -381,12 +379,11 @@ CudaBackend::CudaBackend(const ModelSource& source, const BackendOptions& option
       rope_(MakeRope(config_)),
       linear_(stream_.get()) {}
 
-bool CudaBackend::Load(const ModelSource& source, ThreadPool& threads, const LoadProgress& progress) {
-  std::optional<DeviceWeights> weights = LoadDeviceWeights(source, weights_mode_, threads, stream(), progress);
+bool CudaBackend::Load(const ModelSource& source, WeightsMode mode, ThreadPool& threads, const LoadProgress& progress) {
+  std::optional<DeviceWeights> weights = LoadDeviceWeights(source, mode, threads, stream(), progress);
   if (!weights) return false;
   weights_ = std::move(*weights);
-  const size_t dequantized = DequantizedBytes(WeightLayout(source, weights_mode_, nullptr));
-  if (dequantized > 0) dequantized_ = DeviceBuffer(dequantized, "the activations");
+  dequantized_ = DeviceBuffer(DequantizedBytes(weights_.largest_int8), "the activations");
   activation_memory_ = DeviceBuffer(Activations(config_, max_rows_, nullptr).size, "the activations");
   at_ = Activations(config_, max_rows_, activation_memory_.data());
   attention_workspace_ = DeviceBuffer(AttentionBytes(config_, kv_dtype_, max_rows_), "the attention's workspace");
@@ -984,7 +981,7 @@ BackendSizes Sizes(const ModelSource& source, const BackendOptions& options) {
   sizes.weight_types = options.weights == WeightsMode::kInt8 ? "bf16, int8" : "bf16";
   sizes.workspace = Activations(config, options.max_rows, nullptr).size +
                     AttentionBytes(config, options.kv_dtype, options.max_rows) + StepBytes(options.max_rows) +
-                    Linear::kWorkspace + DequantizedBytes(weights);
+                    Linear::kWorkspace + DequantizedBytes(weights.largest_int8);
   size_t available = 0, total = 0;
   Check(cudaSetDevice(options.device_index), "the GPU");
   Check(cudaMemGetInfo(&available, &total), "the GPU");
@@ -1004,7 +1001,7 @@ std::unique_ptr<ModelBackend> MakeBackend(const ModelSource& source, const Backe
   Check(cudaSetDevice(options.device_index), "the GPU");
   auto backend =
       std::make_unique<CudaBackend>(source, options, devices[static_cast<size_t>(options.device_index)].name);
-  if (!backend->Load(source, threads, progress)) return nullptr;
+  if (!backend->Load(source, options.weights, threads, progress)) return nullptr;
   return backend;
 }
 

@@ -128,6 +128,7 @@ std::optional<DeviceWeights> LoadDeviceWeights(const ModelSource& source, Weight
   weights.logits = source.config().tied_embeddings ? weights.embedding : layout.places.at("lm_head.weight").data;
   weights.final_norm = reinterpret_cast<const float*>(layout.places.at("model.norm.weight").data);
   weights.layers = std::move(layout.layers);
+  weights.largest_int8 = layout.largest_int8;
   return weights;
 }
 

@@ -15,7 +15,8 @@ struct DeviceWeights {
   const void* logits = nullptr;       // bf16 [vocab][hidden]: the lm_head, or the embedding
   const float* final_norm = nullptr;  // [hidden]
   std::vector<DeviceLayer> layers;
-  DeviceBuffer memory;  // all of it
+  size_t largest_int8 = 0;  // elements of the largest int8 matrix; 0: there is none
+  DeviceBuffer memory;      // all of it
 };
 
 // Reads everything; an adapter is added to its matrices before they are rounded. Nothing where `progress` asked to
