@@ -162,18 +162,19 @@ def test_bounds_far_above_the_scores_lose_no_block(architecture, heads):
     assert checked == 8 * heads_kv and gap < 1e-3
 
 
-@over(architecture=ARCHITECTURES)
-def test_scores_that_keep_growing_are_ranked_right(architecture):
-    """What the kernels keep of early blocks is relative to scores that are left far behind, time and again."""
+@over(architecture=ARCHITECTURES, highest=["end", "middle", "beginning"], heads=[(4, 2), (12, 2)])
+def test_scores_that_keep_growing_are_ranked_right(architecture, highest, heads):
+    """What the kernels keep of blocks is relative to scores that are left far behind, time and again."""
     LIBRARY.phsa_cuda_set_architecture(architecture)
     length = 12288
     lens = [(length, length)]
-    q, k, v, _ = fk.make_inputs(lens, 4, 2, 128, torch.bfloat16)
-    ramp = torch.linspace(0, 1, length, device="cuda")[:, None]
+    q, k, v, _ = fk.make_inputs(lens, *heads, 128, torch.bfloat16)
+    ramp = torch.linspace(0, 1, length, device="cuda")
+    ramp = {"end": ramp, "middle": 1 - (2 * ramp - 1).abs(), "beginning": 1 - ramp}[highest]
     k *= 0.2
-    k[:, :, 0] += 12 * ramp.to(k.dtype)
+    k[:, :, 0] += 12 * ramp[:, None].to(k.dtype)
     q *= 0.2
-    q[:, ::2, 0] += 100  # 150 powers of two from the first block to the last; the other heads hardly mind
+    q[:, ::2, 0] += 100  # 150 powers of two from the lowest block to the highest; the other heads hardly mind
     f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=16)
     f.run()
     checked, _, gap = fk.check_selection(f, 0, range(0, length, 601))

@@ -92,6 +92,40 @@ __device__ __forceinline__ void InitRows(const SelectArgs& args, const SequenceV
   }
 }
 
+// A row's first reference value: its score at the last block before its own. Scores of real models may grow by hundreds
+// of powers of two towards the query (where keys have a large part in common, which RoPE turns); from the first window
+// on, the reference value would have to follow in most windows, and each time move the codes of all windows before.
+template <typename T, int kPieces>
+__device__ __forceinline__ void GuessBases(const SelectArgs& args, const SequenceView& view, int32_t kv_head,
+                                           const uint4 (&words)[2][kPieces], int c, float scale2, RowPair& rows) {
+  const int32_t t = min(rows.b[0], rows.b[1]) - 1;
+  float score[2] = {};
+  if (t >= 0) {
+    const T* rep = static_cast<const T*>(args.p.reps.data) + kv_head * args.p.reps.head_stride +
+                   RepOffset(args.p.batch, args.p.reps, view.seq, t) + c * 8;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const uint4 piece = *reinterpret_cast<const uint4*>(rep + i * 32);
+      const auto add = [&](uint32_t of_rep, uint32_t of_row0, uint32_t of_row1) {
+        const float2 y = Convert<T>::Unpack(of_rep), x0 = Convert<T>::Unpack(of_row0), x1 = Convert<T>::Unpack(of_row1);
+        score[0] = fmaf(x0.y, y.y, fmaf(x0.x, y.x, score[0]));
+        score[1] = fmaf(x1.y, y.y, fmaf(x1.x, y.x, score[1]));
+      };
+      add(piece.x, words[0][i].x, words[1][i].x);
+      add(piece.y, words[0][i].y, words[1][i].y);
+      add(piece.z, words[0][i].z, words[1][i].z);
+      add(piece.w, words[0][i].w, words[1][i].w);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    score[e] += __shfl_xor_sync(~0u, score[e], 1);
+    score[e] += __shfl_xor_sync(~0u, score[e], 2);
+    const float base = ceilf(score[e] * scale2);
+    if (t >= 0 && fabsf(base) < INFINITY) rows.base[e] = base;
+  }
+}
+
 // The weights 2^(score - base) of a lane's scores of row e: their sum, and the largest of each subset.
 __device__ __forceinline__ float Weigh(const float (&acc)[8][4], int e, float scale2, float base, float (&most)[4]) {
   float sum[4];
@@ -306,8 +340,9 @@ __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __gri
     const int32_t q0 = tile.q0 + (2 * warp + m) * args.group.queries;
     uint4 words[2][kHeadDim / 32];
     LoadRowWords(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c, words);
-    MakeOperand(words, c, a[m]);
     InitRows(args, tile.view, q0, r, rows[m]);
+    GuessBases<T>(args, tile.view, kv_head, words, c, scale2, rows[m]);
+    MakeOperand(words, c, a[m]);
   }
   const WindowEnds ends[2] = {WindowEnds(rows[0]), WindowEnds(rows[1])};
   uint2* codes = args.codes + (tile.unit + 2 * warp) * args.windows * 32 + lane;
@@ -469,8 +504,9 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
     const int32_t q0 = tile.q0 + warp * args.group.queries;
     uint4 words[2][kHeadDim / 32];
     LoadRowWords(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c, words);
-    MakeOperand(words, c, a);
     InitRows(args, tile.view, q0, r, rows);
+    GuessBases<T>(args, tile.view, head / args.group.kv_div, words, c, scale2, rows);
+    MakeOperand(words, c, a);
     const WindowEnds ends(rows);
     const int32_t reps_end = tile.view.kv_len / kBlock;
     uint2* codes = args.codes + (tile.unit + warp) * args.windows * 32 + lane;
