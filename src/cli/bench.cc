@@ -153,8 +153,10 @@ void AddBenchCommand(CLI::App& app) {
                       "a text to read, again and again where it is too short; without: random tokens");
   command->add_option("-r,--repetitions", flags->repeats, "how often each is measured")->check(CLI::Range(1, 1000));
   command->add_flag("--json", flags->json, "JSON lines instead of a markdown table");
-  command->add_flag("--profile", flags->profile,
-                    "the shares of products, selection, attention and the rest; takes a little longer");
+  command->add_flag(
+      "--profile", flags->profile,
+      "the shares of products, selection, attention (writing on a GPU: both in one) and the rest; takes a "
+      "little longer");
   AddAttentionFlags(*command, flags->attention);
   command->callback([flags] { RunBench(*flags); });
 }

@@ -594,7 +594,9 @@ void CudaBackend::Attend(int32_t layer, const StepGroup& group, const Plan& plan
   const auto rows = static_cast<size_t>(group.num_rows);
   const size_t slots = rows * static_cast<size_t>(plan.SelectionHeads()) * static_cast<size_t>(plan.SelectionSlots());
   const size_t sums = rows * static_cast<size_t>(config_.num_q_heads);
-  const bool apart = timed_ && slots > 0;
+  // One token a sequence has kernels of its own, which choose and attend together: all of it counts as attention.
+  const bool decodes = static_cast<size_t>(group.num_rows) == group.num_items;
+  const bool apart = timed_ && slots > 0 && !decodes;
   if (trace != nullptr || apart) {
     const auto lay_out = [&](uint8_t* memory) {
       Arena arena(memory);
