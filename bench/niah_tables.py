@@ -5,7 +5,8 @@
 Each TITLE is a section: its files are joined by `phsa niah --merge`, whose numbers these are. A section has a table of
 scores for each task with several lengths or several weights λ, and one for all other tasks together; below each, the
 paired differences of PHSA from InfLLM v2 with the same K and from dense attention, with their 95 % intervals. Bold:
-the interval does not hold 0.
+the interval does not hold 0. Where a task has a table of its own, the differences from InfLLM v2 are given for all K
+together too: the mean of a sample's, and 1.96 of its standard errors.
 
 --tune names files of other samples (another --seed), on which λ is chosen: the one with the best mean over K; where
 two are equal, the larger one, which is closer to plain means. Without sections it is printed alone. --goals says which
@@ -108,7 +109,39 @@ def samples(rows):
     return f"{counts[0]} samples" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} samples"
 
 
-def print_section(title, header, rows):
+def over_all_k(files, task, length):
+    """By λ, the differences of PHSA from InfLLM v2: the mean of each sample that has both with the same values of K."""
+    scores = {}
+    for path in files:
+        with open(path, encoding="utf-8") as file:
+            for row in map(json.loads, file):
+                if row.get("task") != task or row["length"] != length:
+                    continue
+                attention = row["attention"]
+                sample = scores.setdefault(row["sample"], {})
+                sample.setdefault(method(attention), {})[attention["top_k"]] = row["score"]
+    differences = {}
+    for sample in scores.values():
+        base = sample.get(("infllm2", None))
+        for (attention, weight), by_k in sample.items():
+            if attention == "phsa" and base is not None and by_k.keys() == base.keys():
+                mean = statistics.mean(by_k[k] - base[k] for k in by_k)
+                differences.setdefault(weight, []).append(mean)
+    return differences
+
+
+def print_over_all_k(files, task, length):
+    told = []
+    for weight, values in sorted(over_all_k(files, task, length).items()):
+        if len(values) > 1:
+            mean, error = statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5
+            low, high = (signed(100 * (mean + side * 1.96 * error)) for side in (-1, 1))
+            told.append(f"λ={weight:g} {signed(100 * mean)} ({low} to {high})")
+    if told:
+        print(f"From InfLLM v2 over all K together: {', '.join(told)}.\n")
+
+
+def print_section(title, header, rows, files):
     print(f"## {title}\n{header['model']}, scored {header['scoring']}, seed {header['seed']}.\n")
     by_task = {}
     for row in rows:
@@ -124,6 +157,7 @@ def print_section(title, header, rows):
             of_length = [row for row in of_task if row["length"] == length]
             print(f"`{task}` at {length} tokens, {samples(of_length)}, percent found:\n")
             print_table(of_length, lambda row: (name(method(row)),), ["method"])
+            print_over_all_k(files, task, length)
     if together:
         print(f"Tasks at {together[0]['length']} tokens, {samples(together)} each, percent found:\n")
         print_table(together, lambda row: (f"`{row['task']}`", name(method(row))), ["task", "method"])
@@ -186,10 +220,11 @@ def main():
     told = []
     for section in args.sections:
         title, files = section.rsplit("=", 1)
-        header, rows = load(args.phsa, files.split(","))
+        files = files.split(",")
+        header, rows = load(args.phsa, files)
         if tuned is not None and header["seed"] == tuned["seed"]:
             sys.exit(f"{title}: its samples have the seed {header['seed']}, as those that λ was chosen on")
-        print_section(title, header, rows)
+        print_section(title, header, rows, files)
         if args.goals:
             told += goals(title, rows, weight)
     if told:
