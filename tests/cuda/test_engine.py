@@ -268,21 +268,26 @@ def test_a_saved_cache_goes_on_where_it_was():
 def test_every_command_that_loads_a_model_runs_on_the_gpu():
     folder, out = model("qwen3"), pathlib.Path(FOLDER.name)
     sparse = ["--attention", "phsa", "-K", 4, "--init", 16, "--local", 64]
-    assert (
-        json.loads(run("run", "-m", folder, *GPU, *sparse, "--raw", "-p", "To be", "-n", 5, "--json").stdout)["tokens"]
-        == 5
-    )
-    row = json.loads(run("bench", "-m", folder, *GPU, *sparse, "-p", 300, "-n", 0, "-r", 1, "--json").stdout)
-    assert row["device"] != "cpu" and row["tokens_per_s"] > 0
+
+    def on_gpu(command, *flags):
+        done = run(command, "-m", folder, *GPU, *flags)
+        assert f"memory of {torch.cuda.get_device_name()}: " in done.stderr, f"{command}: {done.stderr}"
+        return done
+
+    assert json.loads(on_gpu("run", *sparse, "--raw", "-p", "To be", "-n", 5, "--json").stdout)["tokens"] == 5
+    rows = on_gpu("bench", *sparse, "-p", 300, "-n", 4, "-d", 300, "-r", 1, "--profile", "--json").stdout.splitlines()
+    shares = {row["test"]: row["share"] for row in map(json.loads, rows)}
+    assert shares["pp"]["selection"] > 0 and shares["pp"]["attention"] > 0
+    assert shares["tg"]["selection"] == 0 and shares["tg"]["attention"] > 0  # by kernels that do both
     text = out / "short.txt"
     text.write_text(TEXT.read_text(encoding="utf-8")[:3000], encoding="utf-8")
-    told = json.loads(run("inspect", "-m", folder, *GPU, *sparse, "--raw", "-f", text, "--json").stdout)
+    told = json.loads(on_gpu("inspect", *sparse, "--raw", "-f", text, "--json").stdout)
     assert told["queries"]
     needles = ["--lengths", "1k", "--samples", 4, "--haystack", TEXT, "--out", out / "some-needles.jsonl"]
-    run("niah", "-m", folder, *GPU, *sparse, *needles)
+    on_gpu("niah", *sparse, *needles)
     assert len((out / "some-needles.jsonl").read_text().splitlines()) == 5
     parts = ["--parts", "speed,perplexity,recall", "--lengths", 700, "--depths", 300, "-n", 4, "-r", 1, "-f", text]
-    run("compare", "-m", folder, *GPU, "--attention", "dense,phsa", "-K", 4, *parts, "--out", out / "report")
+    on_gpu("compare", "--attention", "dense,phsa", "-K", 4, *parts, "--out", out / "report")
     assert (out / "report/report.html").exists()
 
 
