@@ -12,6 +12,7 @@ LLAMA_BENCH_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 5
+LONG_FUZZ_SECONDS ?= 300
 
 export PHSA_VENV
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
@@ -22,27 +23,34 @@ python := $(abspath $(PHSA_VENV))/bin/python
 # switched off (some containers), we try without.
 no_aslr := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
-# Tested with CUDA in it where there is an nvcc: nothing else compiles the engine for a GPU. The tests themselves run on
-# the CPU, whose bits they know; those of a GPU are scripts/test-cuda.sh's.
+# Tested with CUDA in it where there is an nvcc: nothing else compiles the kernels and the engine for a GPU. These tests run
+# on the CPU, whose bits they know; those of a GPU are scripts/test-cuda.sh's.
 test_options = -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python) -DPHSA_CUDA=AUTO -DPHSA_CUDA_ARCHITECTURES=90a-real
 
 # The steps of a command run in order; the tools inside each step run in parallel.
 .NOTPARALLEL:
-.PHONY: help demo test bench install format format-check tidy sanitize fuzz build clean \
-  packages packages-test venv cuda-build test-cpp test-asan test-tsan test-python
+.PHONY: help demo test test-long bench install format format-check tidy sanitize fuzz build clean \
+  packages packages-test venv test-cpp test-asan test-tsan test-python test-gpu
 
 help: ## this list
 	@echo "make COMMAND, where COMMAND is one of"
 	@sed -n 's/^\([a-z-]*\):.* ## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16 | sed 's/^/  /'
 	@echo "Settings: PREFIX ($(PREFIX)), DESTDIR, PHSA_VENV ($(PHSA_VENV)), JOBS ($(JOBS)), DEMO_ARGS, BENCH_ARGS, SDPA_BENCH_ARGS, LLAMA_BENCH_ARGS,"
-	@echo "PYTEST_ARGS, FUZZ_SECONDS ($(FUZZ_SECONDS)), PHSA_SKIP_PACKAGES=1 (do not ask apt)"
+	@echo "PYTEST_ARGS, FUZZ_SECONDS ($(FUZZ_SECONDS)), LONG_FUZZ_SECONDS ($(LONG_FUZZ_SECONDS)), PHSA_SKIP_PACKAGES=1 (do not ask apt)"
 
 demo: packages ## builds, fetches a small model, asks it about a long text with three attentions, and compares them: demo/report.html
 	cmake --preset release
 	cmake --build --preset release --target phsa_program
 	scripts/demo.sh build/release/bin $(DEMO_ARGS)
 
-test: packages-test venv format-check cuda-build test-cpp test-asan test-tsan test-python fuzz ## everything that can be tested here
+test: packages-test venv format-check test-cpp test-asan fuzz test-tsan test-python test-gpu ## all that can be tested here in half an hour
+
+test-long: packages-test venv ## what takes longer: sanitizers in everything, fuzzers for minutes, tokenizer sweeps, real models
+	for preset in asan-full tsan-full; do \
+	  cmake --preset $$preset && cmake --build --preset $$preset && $(no_aslr) ctest --preset $$preset || exit; \
+	done
+	$(MAKE) fuzz FUZZ_SECONDS=$(LONG_FUZZ_SECONDS)
+	$(MAKE) test-python PYTEST_ARGS="-m long $(PYTEST_ARGS)"
 
 bench: packages-test ## measures against our dense path, torch's SDPA, tokenizers and llama.cpp (an hour)
 	@scripts/make-venv.sh bench
@@ -86,9 +94,9 @@ tidy: ## clang-tidy over the C++ sources
 sanitize: packages-test test-asan test-tsan ## the C++ tests under ASan and UBSan, the threaded ones under TSan
 
 fuzz: packages-test ## builds the fuzzers and runs each for FUZZ_SECONDS
-	cmake --preset fuzz
-	cmake --build --preset fuzz --target fuzzers
-	scripts/run-fuzzers.sh build/fuzz $(FUZZ_SECONDS)
+	cmake --preset asan
+	cmake --build --preset asan --target fuzzers
+	scripts/run-fuzzers.sh build/asan $(FUZZ_SECONDS)
 
 clean: ## removes what was built (not the virtual environment)
 	rm -rf build demo
@@ -101,11 +109,6 @@ packages-test:
 
 venv:
 	@scripts/make-venv.sh
-
-# Compiles the CUDA kernels where nvcc is; scripts/test-cuda.sh runs their tests where there is a GPU.
-cuda-build:
-	@if command -v nvcc >/dev/null; then PHSA_CUDA_ARCHES=$${PHSA_CUDA_ARCHES:-90a} scripts/test-cuda.sh --build; \
-	else echo "no nvcc here: the CUDA kernels are not compiled"; fi
 
 test-cpp: packages-test venv
 	cmake --preset release $(test_options)
@@ -125,4 +128,12 @@ test-tsan: packages-test
 test-python: packages-test venv
 	cmake --preset release $(test_options)
 	cmake --build --preset release --target all phsa_torch
-	PHSA_DEVICE=cpu PYTHONPATH=python $(python) -m pytest python/tests tests/e2e $(PYTEST_ARGS)
+	PHSA_DEVICE=cpu PYTHONPATH=python $(python) -m pytest python/tests tests/e2e -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+test-gpu: packages-test venv
+	@if ! command -v nvcc >/dev/null; then \
+	  echo "phsa: no nvcc here: the CUDA kernels were not compiled, their tests did not run"; \
+	elif ! nvidia-smi -L 2>/dev/null | grep -q GPU; then \
+	  echo "phsa: no GPU here: the CUDA kernels were compiled, their tests (scripts/test-cuda.sh) did not run"; \
+	else echo "phsa: the tests of the CUDA kernels"; \
+	  PYTHON=$(python) PHSA_BIN_DIR=build/release/bin scripts/test-cuda.sh; fi

@@ -2,7 +2,8 @@
 # are taken relative to the tree; the objects hold none of its absolute ones (-ffile-prefix-map).
 find_program(PHSA_CCACHE ccache)
 if(PHSA_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
-  set(launcher env CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_NOHASHDIR=1 ${PHSA_CCACHE})
+  get_filename_component(tree ${CMAKE_CURRENT_LIST_DIR}/.. ABSOLUTE)
+  set(launcher env CCACHE_BASEDIR=${tree} CCACHE_NOHASHDIR=1 ${PHSA_CCACHE})
   set(CMAKE_C_COMPILER_LAUNCHER ${launcher})
   set(CMAKE_CXX_COMPILER_LAUNCHER ${launcher})
   set(CMAKE_CUDA_COMPILER_LAUNCHER ${launcher})

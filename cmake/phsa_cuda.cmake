@@ -22,3 +22,13 @@ if(PHSA_CUDA STREQUAL "AUTO")
     endif()
   endif()
 endif()
+
+# CUDA's run time for whoever links our objects, and its headers for none of them: a source that has no business with CUDA
+# is compiled alike in every build, so that ccache has it.
+if(PHSA_CUDA_FOUND)
+  find_package(CUDAToolkit REQUIRED)
+  if(NOT TARGET phsa_cudart)
+    add_library(phsa_cudart INTERFACE)
+    target_link_libraries(phsa_cudart INTERFACE $<LINK_ONLY:CUDA::cudart_static>)
+  endif()
+endif()

@@ -14,13 +14,16 @@ target_compile_options(phsa_options INTERFACE -Wall -Wextra -Wshadow
   -ffp-contract=off
   # File names in messages and debug information are those of the tree, wherever it was built.
   -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=)
+
+# What a source has on top in a build with sanitizers: folders, tests and fuzzers alike.
+set(PHSA_SANITIZER_OPTIONS "")
 if(PHSA_SANITIZE)
-  target_compile_options(phsa_options INTERFACE -fsanitize=${PHSA_SANITIZE} -fno-sanitize-recover=all
+  set(PHSA_SANITIZER_OPTIONS -O1 -g1 -UNDEBUG -fsanitize=${PHSA_SANITIZE} -fno-sanitize-recover=all
     -fno-omit-frame-pointer)
   target_link_options(phsa_options INTERFACE -fsanitize=${PHSA_SANITIZE})
 endif()
 if(PHSA_FUZZ)
-  target_compile_options(phsa_options INTERFACE -fsanitize=fuzzer-no-link)
+  list(APPEND PHSA_SANITIZER_OPTIONS -fsanitize=fuzzer-no-link)
 endif()
 
 # Where the include directories of the folders lie. ccache knows a source by the options it was compiled with, so that a
@@ -28,13 +31,15 @@ endif()
 set(PHSA_INCLUDE_ROOTS ${PROJECT_BINARY_DIR}/include-roots CACHE PATH "Include directories of the folders of src/")
 mark_as_advanced(PHSA_INCLUDE_ROOTS)
 
-# phsa_add_folder(<name> SOURCES ... [USES <folder>...] [PUBLIC_LIBRARIES ...] [PRIVATE_LIBRARIES ...])
+# phsa_add_folder(<name> [UNOPTIMISED] SOURCES ... [USES <folder>...] [PUBLIC_LIBRARIES ...] [PRIVATE_LIBRARIES ...])
+#
+# UNOPTIMISED: with sanitizers, compiled in half the time; for what has no long loops.
 #
 # The target phsa_<name>, for the sources of src/<name>. It sees include/, its own folder as "<name>/...", and those of
 # the folders it USES: each folder has an include directory of its own with one link in it, so that an include across
 # a border that the design does not have is an error of the compiler.
 function(phsa_add_folder name)
-  cmake_parse_arguments(arg "" "" "SOURCES;USES;PUBLIC_LIBRARIES;PRIVATE_LIBRARIES" ${ARGN})
+  cmake_parse_arguments(arg "UNOPTIMISED" "" "SOURCES;USES;PUBLIC_LIBRARIES;PRIVATE_LIBRARIES" ${ARGN})
   set(root ${PHSA_INCLUDE_ROOTS}/${name})
   file(MAKE_DIRECTORY ${root})
   file(CREATE_LINK ${PROJECT_SOURCE_DIR}/src/${name} ${root}/${name} SYMBOLIC)
@@ -47,12 +52,14 @@ function(phsa_add_folder name)
   foreach(used IN LISTS arg_USES)
     target_link_libraries(phsa_${name} PUBLIC phsa_${used})
   endforeach()
-  if(PHSA_FUZZ)
-    # Sanitizers in unrolled SIMD loops take clang 14 minutes. No fuzzer makes up what the kernels read, and the tests
-    # run them under ASan.
-    set(kernels ${arg_SOURCES})
-    list(FILTER kernels INCLUDE REGEX "^cpu/kernels")
-    set_property(SOURCE ${kernels} APPEND PROPERTY COMPILE_OPTIONS -fno-sanitize=all)
+  set(sanitized ${arg_SOURCES})
+  if(NOT PHSA_SANITIZE_KERNELS)
+    # They are compiled as in any other build, so that ccache has them already; instrumented they take minutes.
+    list(FILTER sanitized EXCLUDE REGEX "^cpu/kernels")
+  endif()
+  set_property(SOURCE ${sanitized} APPEND PROPERTY COMPILE_OPTIONS ${PHSA_SANITIZER_OPTIONS})
+  if(PHSA_SANITIZE AND arg_UNOPTIMISED)
+    set_property(SOURCE ${sanitized} APPEND PROPERTY COMPILE_OPTIONS -O0)
   endif()
 endfunction()
 

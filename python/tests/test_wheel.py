@@ -56,7 +56,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "CC": "cc",
         "CXX": "c++",
         "PHSA_TORCH": "OFF",
-        "SKBUILD_BUILD_DIR": str(build / "wheel"),
+        "SKBUILD_BUILD_DIR": str(build.parent / "wheel"),
         "SKBUILD_CMAKE_DEFINE": f"PHSA_WERROR=ON;PHSA_INCLUDE_ROOTS={build.parent / 'include-roots'}",
         "CMAKE_BUILD_PARALLEL_LEVEL": os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count())),
     }

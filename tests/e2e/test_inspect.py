@@ -179,7 +179,7 @@ def test_read_share_and_sparsity_are_there_without_recall(tiny):
 
 def test_more_blocks_hold_more_of_the_attention(smollm2):
     rows = perplexities(
-        *(smollm2, "-c", 2048, "--attention", "dense,streaming,infllm2,phsa,quest", "-K", "2,8,32", "--recall"),
+        *(smollm2, "-c", 1024, "--attention", "dense,streaming,infllm2,phsa,quest", "-K", "2,8,32", "--recall"),
     )
     by_policy = {}
     for row in rows:

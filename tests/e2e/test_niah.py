@@ -195,13 +195,17 @@ def test_bad_input_is_refused_before_any_work(niah, tmp_path, flags, words):
     assert short.read_text() == "Too short for that. Far too short.\n"
 
 
-def test_transformers_gives_the_same_answers_to_exported_samples(niah, smollm2, tmp_path):
-    command = ("--lengths", "1k", "--samples", 2, "--forced", "--attention", "dense,infllm2,phsa", "-K", 2)
-    ours, samples, theirs = (tmp_path / name for name in ("ours.jsonl", "samples.jsonl", "theirs.jsonl"))
+@pytest.mark.parametrize(
+    "length, samples, policies",
+    [("512", 1, "dense,phsa"), pytest.param("1k", 2, "dense,infllm2,phsa", marks=pytest.mark.long)],
+)
+def test_transformers_gives_the_same_answers_to_exported_samples(niah, smollm2, tmp_path, length, samples, policies):
+    command = ("--lengths", length, "--samples", samples, "--forced", "--attention", policies, "-K", 2)
+    ours, exported, theirs = (tmp_path / name for name in ("ours.jsonl", "samples.jsonl", "theirs.jsonl"))
     assert niah(*command, "--weights", "f32", "--kv-type", "f32", "--out", ours).returncode == 0
-    assert niah(*command, "--export", samples).returncode == 0
-    python = [sys.executable, "-m", "phsa.hf.niah", samples, "--model", smollm2, "--out", theirs, "--dtype", "float32"]
-    for more in (["--samples", "1"], []):  # the second goes on where the first ended
+    assert niah(*command, "--export", exported).returncode == 0
+    python = [sys.executable, "-m", "phsa.hf.niah", exported, "--model", smollm2, "--out", theirs, "--dtype", "float32"]
+    for more in [["--samples", "1"], []][2 - samples :]:  # the second goes on where the first ended
         done = subprocess.run([*python, *more], capture_output=True, text=True, env=PACKAGE)
         assert done.returncode == 0, done.stderr
 
@@ -211,14 +215,14 @@ def test_transformers_gives_the_same_answers_to_exported_samples(niah, smollm2, 
             json.dumps({k: v for k, v in r.items() if k not in left_out}, sort_keys=True) for r in lines(path)[1:]
         )
 
-    assert comparable(ours) == comparable(theirs) and len(lines(ours)) == 7
+    assert comparable(ours) == comparable(theirs) and len(lines(ours)) == 1 + samples * len(policies.split(","))
     merged = rows(run_phsa("niah", "--merge", theirs, "--json"))
     assert [row["score"] for row in merged] == [
         row["score"] for row in rows(run_phsa("niah", "--merge", ours, "--json"))
     ]
     # Another run's file is not continued, and not touched.
     before = theirs.read_text()
-    assert niah(*command, "--seed", 2, "--export", samples).returncode == 0
+    assert niah(*command, "--seed", 2, "--export", exported).returncode == 0
     done = subprocess.run(python, capture_output=True, text=True, env=PACKAGE)
     assert done.returncode == 1 and "--out" in done.stderr and theirs.read_text() == before
 

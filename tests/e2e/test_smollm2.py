@@ -1,13 +1,12 @@
 """A real model: SmolLM2-135M from its GGUF file agrees with transformers reading the same file.
 
 Fetched on first use (98 MB). Without a network and without the file in the cache the tests are skipped, saying so.
-Qwen2.5-Coder-1.5B (1.1 GB) is tested where it is in the cache: `phsa models fetch qwen2.5-coder-1.5b`, then
-PHSA_TEST_QWEN=1, because transformers needs 10 GB and minutes to read it.
+Qwen2.5-Coder-1.5B (1.1 GB) is tested by `make test-long` where it is in the cache: `phsa models fetch
+qwen2.5-coder-1.5b`. transformers needs 10 GB and minutes to read it.
 """
 
 import json
 import math
-import os
 import pathlib
 import re
 import signal
@@ -24,13 +23,11 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
 TEXT = ROOT / "bench/data/from_sand_hill_to_pine.txt"
-POSITIONS = 2000
+POSITIONS = 600  # transformers takes 2 ms a position
 
 
 @pytest.fixture(scope="session")
 def qwen():
-    if os.environ.get("PHSA_TEST_QWEN") != "1":
-        pytest.skip("PHSA_TEST_QWEN=1 tests Qwen2.5-Coder-1.5B too (10 GB of memory, minutes)")
     done = run_phsa("models", "path", "qwen2.5-coder-1.5b")
     if done.returncode != 0:
         pytest.skip("Qwen2.5-Coder-1.5B is not in the cache: `phsa models fetch qwen2.5-coder-1.5b` fetches it")
@@ -46,24 +43,24 @@ def reference(path, ids):
     return logits.argmax(-1).numpy(), loss
 
 
-def token_ids(path):
+def token_ids(path, positions=POSITIONS):
     out = run_phsa("tokenize", path, "-f", TEXT, "--ids", "--no-special").stdout
-    return [int(i) for i in out.split()][:POSITIONS]
+    return [int(i) for i in out.split()][:positions]
 
 
-def agreement(path):
-    ids = token_ids(path)
-    assert len(ids) == POSITIONS
+def agreement(path, positions):
+    ids = token_ids(path, positions)
+    assert len(ids) == positions
     top, loss = reference(path, ids)
     result = {}
     for weights, kv_type in [("f32", "f32"), ("auto", "auto")]:
         done = run_phsa(
-            *("perplexity", "-m", path, "-f", TEXT, "-c", POSITIONS, "--json", "--top-tokens"),
+            *("perplexity", "-m", path, "-f", TEXT, "-c", positions, "--json", "--top-tokens"),
             *("--weights", weights, "--kv-type", kv_type),
         )
         assert done.returncode == 0, done.stderr
         ours = json.loads(done.stdout)
-        assert ours["tokens"] == POSITIONS and ours["attention"] == "dense"
+        assert ours["tokens"] == positions and ours["attention"] == "dense"
         share = float((np.array(ours["top_tokens"]) == top).mean())
         result[weights] = (share, ours["ppl"] / math.exp(loss))
     print(path.name, result)
@@ -77,12 +74,14 @@ def check(result):
     assert share >= 0.97 and abs(ratio - 1) <= 0.01
 
 
-def test_smollm2_agrees_with_transformers(smollm2):
-    check(agreement(smollm2))
+@pytest.mark.parametrize("positions", [POSITIONS, pytest.param(2000, marks=pytest.mark.long)])
+def test_smollm2_agrees_with_transformers(smollm2, positions):
+    check(agreement(smollm2, positions))
 
 
+@pytest.mark.long
 def test_qwen_agrees_with_transformers(qwen):
-    check(agreement(qwen))
+    check(agreement(qwen, 2000))
 
 
 def test_ids_are_those_of_transformers(smollm2):

@@ -177,14 +177,15 @@ class TileAttention {
   // scores of the block's keys with the rows that chose it, each at its place in its row.
   void ScoreBlock(const BlockLists& blocks, int32_t block) {
     const int32_t m = plan_.block;
-    const uint32_t* keys = packed_.keys + int64_t{block} * (m / kPanel) * panel_size_;
-    if (packed_.keys == nullptr) {
+    const uint32_t* keys = s_.panels;
+    if (packed_.keys != nullptr) {
+      keys = packed_.keys + int64_t{block} * (m / kPanel) * panel_size_;
+    } else {
       const void* k = At(kv_.k, plan_.dtype, KeyOffset(plan_, kv_, tile_.seq, block * m, tile_.kv_head));
       for (int32_t p = 0; p < m / kPanel; ++p) {
         products_.pack_panel(At(k, plan_.dtype, int64_t{p} * kPanel * kv_.k_token_stride), kv_.k_token_stride,
                              plan_.dtype, kPanel, plan_.head_dim, s_.panels + p * panel_size_);
       }
-      keys = s_.panels;
     }
     int32_t n = 0;
     blocks.ForEachList(block, [&](int32_t list, int32_t slot) {
