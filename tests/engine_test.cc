@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -101,6 +102,37 @@ TEST(Sampler, ThePenaltyPassesOverTokensThatCannotBeChosen) {
   EXPECT_EQ(Next(sampler, {3.0f, 1.6f}, seen), 1);
 }
 
+TEST(Sampler, FrequencyAndPresenceCountTheAnswerAlone) {
+  const std::vector<int32_t> seen = {0, 0, 0, 1, 1, 2}, answer = {1, 1, 2, 9};  // 9: one that cannot be chosen
+  const auto next = [&](float frequency, float presence, const std::vector<float>& logits) {
+    SamplerSettings settings;
+    settings.temperature = 0;
+    settings.frequency_penalty = frequency;
+    settings.presence_penalty = presence;
+    Sampler sampler(settings);
+    return sampler.Next(HostLogitsRow(logits), static_cast<int32_t>(logits.size()), seen, answer);
+  };
+  EXPECT_EQ(next(0.5f, 0, {1.9f, 3.0f, 2.3f}), 1);  // 1.9, 3 - 2 · 0.5, 2.3 - 0.5
+  EXPECT_EQ(next(0.5f, 0, {2.1f, 3.0f, 2.3f}), 0) << "what only the prompt has is as it was";
+  EXPECT_EQ(next(0, 0.5f, {2.4f, 3.0f, 2.3f}), 1);  // 2.4, 2.5, 1.8: once, however often
+  EXPECT_EQ(next(0, 0.5f, {2.6f, 3.0f, 2.3f}), 0);
+  EXPECT_EQ(next(-1, 0, {5.0f, 3.2f, 3.0f}), 1) << "below zero they ask for more of the same";
+}
+
+TEST(Sampler, ABiasIsAddedBeforeThePenaltiesAndTheTemperature) {
+  SamplerSettings settings;
+  settings.temperature = 0;
+  settings.logit_bias = {{1, -100.0f}, {2, 1.5f}, {77, 100.0f}};  // 77 cannot be chosen
+  Sampler biased(settings);
+  EXPECT_EQ(Next(biased, {1.0f, 50.0f, 0.0f}), 2);
+  EXPECT_EQ(Next(biased, {1.0f, 50.0f, -1.0f}), 0);
+  settings.repetition_penalty = 2;
+  Sampler both(settings);
+  const std::vector<int32_t> seen = {2};
+  EXPECT_EQ(Next(both, {0.6f, 0.0f, 0.0f}, seen), 2);  // (0 + 1.5) / 2, not 0 / 2 + 1.5
+  EXPECT_EQ(Next(both, {0.8f, 0.0f, 0.0f}, seen), 0);
+}
+
 TEST(Sampler, LogitsThatAreNoNumbersAreRefusedOrPassedOver) {
   const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
   Sampler sampler(Everything(1));
@@ -120,6 +152,9 @@ TEST(Sampler, SettingsOutOfRangeAreRefusedByName) {
   EXPECT_NE(refused([](auto& s) { s.min_p = 2; }).find("--min-p"), std::string::npos);
   EXPECT_NE(refused([](auto& s) { s.top_k = -1; }).find("--top-k"), std::string::npos);
   EXPECT_NE(refused([](auto& s) { s.repetition_penalty = 0; }).find("--repeat-penalty"), std::string::npos);
+  EXPECT_NE(refused([](auto& s) { s.frequency_penalty = 3; }).find("frequency_penalty"), std::string::npos);
+  EXPECT_NE(refused([](auto& s) { s.presence_penalty = std::nanf(""); }).find("presence_penalty"), std::string::npos);
+  EXPECT_NE(refused([](auto& s) { s.logit_bias = {{5, 101.0f}}; }).find("logit_bias of token 5"), std::string::npos);
 }
 
 TEST(StopStrings, TextIsHeldBackOnlyWhileItMayBeAStopString) {
@@ -195,6 +230,30 @@ TEST(Session, TokensThatTheModelHasNotAreRefused) {
   const std::vector<int32_t> prompt = {1, 2, 101};
   EXPECT_EQ(Refusal([&] { Session(*engine).Generate(prompt, {}, {}); }),
             "the prompt has the token 101; the model's are 0 to 100");
+}
+
+TEST(Session, AStopTokenEndsAnAnswerAndIsNotPartOfIt) {
+  const auto engine = LoadedEngine(FakeOptions(128));
+  const std::vector<int32_t> prompt = {1, 2, 3};
+  GenerateOptions options;
+  options.max_tokens = 12;
+  options.sampler.temperature = 0;
+  options.sampler.repetition_penalty = 1.5f;  // so that it does not say one thing only
+  options.ignore_eos = true;
+  const GenerateResult free = Session(*engine).Generate(prompt, options, {});
+  ASSERT_EQ(free.tokens.size(), 12u);
+  options.stop_tokens = {kEnd, free.tokens[5]};
+  const auto first = std::ranges::find_first_of(free.tokens, options.stop_tokens);
+  const GenerateResult stopped = Session(*engine).Generate(prompt, options, {});
+  EXPECT_EQ(stopped.reason, StopReason::kStopToken);
+  EXPECT_EQ(stopped.tokens, std::vector<int32_t>(free.tokens.begin(), first));
+  options.stop_tokens = {101};
+  EXPECT_EQ(Refusal([&] { Session(*engine).Generate(prompt, options, {}); }),
+            "stop_token_ids has the token 101; the model's are 0 to 100");
+  options.stop_tokens = {};
+  options.sampler.logit_bias = {{-1, 1.0f}};
+  EXPECT_EQ(Refusal([&] { Session(*engine).Generate(prompt, options, {}); }),
+            "logit_bias has the token -1; the model's are 0 to 100");
 }
 
 TEST(AttentionChoice, TheUsersCountFirstThenTheFilesThenTheModelsThenThePreset) {

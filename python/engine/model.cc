@@ -101,11 +101,19 @@ class Model::Batch {
   std::vector<GenerateResult> results_;
 };
 
-Model::Model(const std::string& model, const std::string& adapter, const AttentionChoice& attention,
-             EngineOptions options, const std::string& chat_template, Progress progress)
-    : process_(getpid()), asked_context_(options.context), progress_(std::move(progress)) {
+Model::Model(const std::string& model, const std::string& adapter, const std::vector<std::string>& other_adapters,
+             const AttentionChoice& attention, EngineOptions options, const std::string& chat_template,
+             Progress progress)
+    : process_(getpid()),
+      asked_context_(options.context),
+      progress_(std::move(progress)),
+      attention_choice_(attention),
+      adapter_(adapter),
+      chosen_adapter_(adapter) {
   OutsidePython outside;
-  std::unique_ptr<ModelSource> source = ModelSource::Open(ResolveModel(model), adapter);
+  std::unique_ptr<ModelSource> source = ModelSource::Open(ResolveModel(model));
+  for (const std::string& other : other_adapters) source->SetAdapter(other);
+  source->SetAdapter(adapter);
   Tokenizer tokenizer = LoadTokenizer(*source);
   const int32_t context = options.context > 0 ? options.context : source->config().context;
   options.attention = ResolveAttention(attention, source->config(), context);
@@ -152,14 +160,34 @@ void Model::KeepState() {
   attention_ = engine_->options().attention;
 }
 
+LayerSettings Model::Resolve(const AttentionChoice& choice) const {
+  return ResolveAttention(choice, config(), asked_context_ > 0 ? asked_context_ : config().context);
+}
+
 void Model::SetAttention(const AttentionChoice& choice) {
   Turn turn(*this);
-  const int32_t context = asked_context_ > 0 ? asked_context_ : config().context;
-  const LayerSettings attention = ResolveAttention(choice, config(), context);
+  UseAdapter(chosen_adapter_);
+  const LayerSettings attention = Resolve(choice);
   EmptyCache("set_attention");
   engine_->SetAttention(attention);
+  attention_choice_ = choice;
   KeepState();
   turn.Return();
+}
+
+void Model::SetAdapter(const std::string& folder) {
+  Turn turn(*this);
+  UseAdapter(folder);
+  chosen_adapter_ = folder;
+  turn.Return();
+}
+
+void Model::UseAdapter(const std::string& folder) {
+  if (folder == adapter_) return;
+  EmptyCache("another adapter");
+  engine_->SetAdapter(folder, [&](const ModelConfig&) { return Resolve(attention_choice_); });
+  adapter_ = folder;
+  KeepState();
 }
 
 Ids Model::Encode(std::string_view text, SpecialTokens special) const {
@@ -198,7 +226,9 @@ GenerateOptions Model::Options(const GenerateChoice& choice) const {
   options.max_tokens = choice.max_tokens;
   options.sampler = ResolveSampling(choice.sampling, config());
   options.stops = choice.stops;
+  options.stop_tokens = choice.stop_tokens;
   options.ignore_eos = choice.ignore_eos;
+  options.log_probabilities = choice.log_probabilities;
   return options;
 }
 
@@ -249,12 +279,26 @@ bool Model::Step() {
   return more;
 }
 
-std::vector<GenerateResult> Model::Generate(std::vector<Ids> prompts, const GenerateChoice& choice, int32_t max_batch) {
+std::vector<GenerateResult> Model::Generate(const std::vector<Ids>& prompts, const std::vector<uint64_t>& seeds,
+                                            const GenerateChoice& choice, int32_t n, int32_t max_batch) {
   Turn turn(*this);
+  UseAdapter(choice.adapter.value_or(chosen_adapter_));
   Batch batch(*this, max_batch);
-  // Each resolved for itself: without a seed each has another one.
-  for (Ids& prompt : prompts) batch.Add(std::move(prompt), Options(choice));
-  const bool several = prompts.size() > 1;
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    GenerateChoice one = choice;
+    if (!seeds.empty()) one.sampling.seed = seeds.at(i);
+    try {
+      // Each resolved for itself: without a seed each has another one.
+      for (int32_t answer = 0; answer < n; ++answer) {
+        batch.Add(prompts[i], Options(one));
+        if (one.sampling.seed) ++*one.sampling.seed;
+      }
+    } catch (const Error& error) {
+      if (prompts.size() == 1) throw;
+      Throw(error.status(), "prompt {} of {}, counted from 0: {}", i, prompts.size(), error.what());
+    }
+  }
+  const bool several = prompts.size() * static_cast<size_t>(n) > 1;
   while (!batch.Done() && !(several ? turn.Interrupted("generating", batch.Share()) : turn.Interrupted())) {
     const bool more = Step();
     batch.Collect();
@@ -266,6 +310,7 @@ std::vector<GenerateResult> Model::Generate(std::vector<Ids> prompts, const Gene
 
 std::vector<Score> Model::LogLikelihoods(std::span<const ScoreRequest> requests) {
   Turn turn(*this);
+  UseAdapter(chosen_adapter_);
   EmptyCache("loglikelihood");
   double share = 0;
   ScoreCallbacks callbacks;
@@ -282,6 +327,7 @@ std::unique_ptr<float[]> Model::Logits(std::span<const int32_t> ids) {
   const auto vocab = static_cast<size_t>(config().vocab_size);
   if (ids.empty()) ThrowInvalid("logits: there are no tokens; give at least one");
   Turn turn(*this);
+  UseAdapter(chosen_adapter_);
   EmptyCache("logits");
   engine_->CheckTokens(ids, "logits");
   const auto context = static_cast<size_t>(engine_->plan().context);
@@ -305,6 +351,7 @@ std::unique_ptr<float[]> Model::Logits(std::span<const int32_t> ids) {
 
 Inspection Model::Inspect(std::span<const int32_t> ids, int32_t last, int32_t max_tokens) {
   Turn turn(*this);
+  UseAdapter(chosen_adapter_);
   EmptyCache("inspect");
   for (const int32_t id : ids) (void)tokenizer().TokenBytes(id);  // shown by its text, so it must have one
   if (last < 1 || static_cast<size_t>(last) > std::max<size_t>(ids.size(), 1)) {
@@ -333,40 +380,53 @@ Inspection Model::Inspect(std::span<const int32_t> ids, int32_t last, int32_t ma
 
 Stream::Stream(Model& model, Ids prompt, const GenerateChoice& choice, int32_t max_batch) : model_(model) {
   Model::Turn turn(model_);
+  model_.UseAdapter(choice.adapter.value_or(model_.chosen_adapter_));
   // The text is shared: a step that has begun may still bring some when the stream is gone.
   const auto keep = [text = text_](std::string_view piece) { *text += piece; };
   id_ = model_.SchedulerFor(max_batch).Add({std::move(prompt), model_.Options(choice), keep, {}});
-  SetOpen(true);
+  {
+    const std::lock_guard lock(model_.state_mutex_);
+    open_ = true;
+    ++model_.open_streams_;
+  }
   turn.Return();
 }
 
 Stream::~Stream() { Close(); }
 
-void Stream::SetOpen(bool open) {
+bool Stream::IsOpen() const {
   const std::lock_guard lock(model_.state_mutex_);
-  model_.open_streams_ += (open ? 1 : 0) - (open_ ? 1 : 0);
-  open_ = open;
+  return open_;
 }
 
 void Stream::Close() {
-  if (!open_ || getpid() != model_.process_) return;
-  SetOpen(false);
+  if (getpid() != model_.process_) return;
   const std::lock_guard lock(model_.state_mutex_);
+  if (!open_) return;
+  open_ = false;
+  --model_.open_streams_;
   model_.abandoned_.push_back(id_);
+}
+
+void Stream::End() {
+  const std::lock_guard lock(model_.state_mutex_);
+  if (open_) --model_.open_streams_;
+  open_ = false;
+  std::erase(model_.abandoned_, id_);  // another thread may have closed it meanwhile
 }
 
 std::optional<std::string> Stream::Next() {
   Model::Turn turn(model_);
-  for (bool more = true; text_->empty() && open_ && !turn.Interrupted();) {
+  for (bool more = true; text_->empty() && IsOpen() && !turn.Interrupted();) {
     // First taken, then stepped: the steps of another call may have finished it.
     try {
       result_ = model_.scheduler_->Take(id_);
     } catch (...) {
-      SetOpen(false);
+      End();
       throw;
     }
     if (result_) {
-      SetOpen(false);
+      End();
     } else {
       PHSA_CHECK(more);
       more = model_.Step();

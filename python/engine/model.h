@@ -32,7 +32,10 @@ struct GenerateChoice {
   SamplingChoice sampling;
   int32_t max_tokens = 512;
   std::vector<std::string> stops;
+  std::vector<int32_t> stop_tokens;
   bool ignore_eos = false;
+  std::optional<int32_t> log_probabilities;  // with this many of the likeliest tokens
+  std::optional<std::string> adapter;        // the folder of the one to use; empty: none; unset: SetAdapter's
 };
 
 class Model {
@@ -40,9 +43,10 @@ class Model {
   // Called with Python's lock held, now and then: what is done, and which share of it.
   using Progress = std::function<void(const char* what, double share)>;
 
-  // `adapter`: the folder of a LoRA adapter; empty: none.
-  Model(const std::string& model, const std::string& adapter, const AttentionChoice& attention, EngineOptions options,
-        const std::string& chat_template, Progress progress);
+  // `adapter`: the folder of a LoRA adapter; empty: none. `other_adapters`: those that may be asked for later, which
+  // are checked now.
+  Model(const std::string& model, const std::string& adapter, const std::vector<std::string>& other_adapters,
+        const AttentionChoice& attention, EngineOptions options, const std::string& chat_template, Progress progress);
   ~Model();
   Model(const Model&) = delete;
   Model& operator=(const Model&) = delete;
@@ -56,13 +60,17 @@ class Model {
   MemoryPlan plan() const;
   LayerSettings attention() const;
   void SetAttention(const AttentionChoice& choice);
+  void SetAdapter(const std::string& folder);  // empty: none
 
   Ids Encode(std::string_view text, SpecialTokens special) const;
   std::string Decode(std::span<const int32_t> ids, bool skip_special) const;
   std::string RenderChat(std::span<const ChatMessage> messages, bool add_generation_prompt) const;
   Ids EncodeChat(std::span<const ChatMessage> messages, bool add_generation_prompt) const;
 
-  std::vector<GenerateResult> Generate(std::vector<Ids> prompts, const GenerateChoice& choice, int32_t max_batch);
+  // `n` answers to each of the prompts, those of one side by side. `seeds`: one for each prompt, or empty: the choice's
+  // for all. The answers to one prompt have seeds that count up from it.
+  std::vector<GenerateResult> Generate(const std::vector<Ids>& prompts, const std::vector<uint64_t>& seeds,
+                                       const GenerateChoice& choice, int32_t n, int32_t max_batch);
   std::vector<Score> LogLikelihoods(std::span<const ScoreRequest> requests);
   // [ids.size()][vocab_size]
   std::unique_ptr<float[]> Logits(std::span<const int32_t> ids);
@@ -77,7 +85,10 @@ class Model {
   const ChatTemplate& RequireChatTemplate() const;
   void KeepState();  // for plan() and attention()
 
+  LayerSettings Resolve(const AttentionChoice& choice) const;
+
   // These are called by whoever has the turn.
+  void UseAdapter(const std::string& folder);
   // Ends what the scheduler keeps for later, so that all of the cache can be had. Throws where a stream is open.
   void EmptyCache(const char* what);
   Scheduler& SchedulerFor(int32_t max_batch);
@@ -94,7 +105,9 @@ class Model {
   // Lives from call to call, as the next prompt may begin as the last one did.
   std::unique_ptr<Scheduler> scheduler_;
   int32_t max_batch_ = 0;
-  std::vector<int64_t> ending_;  // cancelled, and not yet taken from the scheduler
+  AttentionChoice attention_choice_;      // as asked for: another adapter may carry other settings
+  std::string adapter_, chosen_adapter_;  // the one in use, that of calls which ask for none
+  std::vector<int64_t> ending_;           // cancelled, and not yet taken from the scheduler
 
   mutable std::mutex state_mutex_;  // never held for long: what follows can be had without a turn
   MemoryPlan plan_;
@@ -117,15 +130,17 @@ class Stream {
   std::optional<std::string> Next();
   // After the last piece; none: before, or the stream was closed.
   const std::optional<GenerateResult>& result() const { return result_; }
+  // From any thread, also while another one waits in Next(), which then ends before its next step.
   void Close();
 
  private:
-  void SetOpen(bool open);
+  bool IsOpen() const;
+  void End();  // its result was taken
   Model& model_;
   int64_t id_ = 0;
   std::shared_ptr<std::string> text_ = std::make_shared<std::string>();  // what Next() has not given yet
   std::optional<GenerateResult> result_;
-  bool open_ = false;
+  bool open_ = false;  // under the model's state_mutex_
 };
 
 }  // namespace phsa::python

@@ -37,6 +37,16 @@ Vector<T> ToNumpy(std::vector<T> values) {
   return Vector<T>(kept->data(), {kept->size()}, owner);
 }
 
+// Ids or log probabilities of the likeliest tokens, token after token.
+template <class T, size_t kIndex>
+Vector<T> Likeliest(const GenerateResult& result) {
+  std::vector<T> values;
+  for (const TokenLogProbability& one : result.log_probabilities) {
+    for (const auto& top : one.top) values.push_back(std::get<kIndex>(top));
+  }
+  return ToNumpy(std::move(values));
+}
+
 std::vector<ChatMessage> ToChat(const Messages& messages) {
   std::vector<ChatMessage> chat;
   for (const auto& [role, content] : messages) chat.push_back({role, content});
@@ -47,6 +57,7 @@ const char* ReasonName(StopReason reason) {
   switch (reason) {
     case StopReason::kEndOfText: return "end_of_text";
     case StopReason::kStopString: return "stop_string";
+    case StopReason::kStopToken: return "stop_token";
     case StopReason::kMaxTokens: return "max_tokens";
     case StopReason::kContextFull: return "context_full";
     case StopReason::kInterrupted: return "interrupted";
@@ -135,12 +146,19 @@ void BindChoices(nb::module_& m) {
           "__init__",
           [](GenerateChoice* self, int32_t max_tokens, std::optional<float> temperature, std::optional<int32_t> top_k,
              std::optional<float> top_p, std::optional<float> min_p, std::optional<float> repetition_penalty,
-             std::optional<uint64_t> seed, std::vector<std::string> stop, bool ignore_eos) {
-            const SamplingChoice sampling{temperature, top_p, min_p, repetition_penalty, top_k, seed};
-            new (self) GenerateChoice{sampling, max_tokens, std::move(stop), ignore_eos};
+             float frequency_penalty, float presence_penalty, std::vector<std::pair<int32_t, float>> logit_bias,
+             std::optional<uint64_t> seed, std::vector<std::string> stop, std::vector<int32_t> stop_tokens,
+             bool ignore_eos, std::optional<int32_t> logprobs, std::optional<std::string> adapter) {
+            SamplingChoice sampling{temperature, top_p, min_p, repetition_penalty, top_k, seed};
+            sampling.frequency_penalty = frequency_penalty;
+            sampling.presence_penalty = presence_penalty;
+            sampling.logit_bias = std::move(logit_bias);
+            new (self) GenerateChoice{std::move(sampling), max_tokens, std::move(stop),   std::move(stop_tokens),
+                                      ignore_eos,          logprobs,   std::move(adapter)};
           },
           nb::kw_only(), "max_tokens"_a, "temperature"_a.none(), "top_k"_a.none(), "top_p"_a.none(), "min_p"_a.none(),
-          "repetition_penalty"_a.none(), "seed"_a.none(), "stop"_a, "ignore_eos"_a);
+          "repetition_penalty"_a.none(), "frequency_penalty"_a, "presence_penalty"_a, "logit_bias"_a, "seed"_a.none(),
+          "stop"_a, "stop_tokens"_a, "ignore_eos"_a, "logprobs"_a.none(), "adapter"_a.none());
 }
 
 void BindResults(nb::module_& m) {
@@ -148,6 +166,18 @@ void BindResults(nb::module_& m) {
       .def_ro("text", &GenerateResult::text)
       .def_prop_ro(
           "tokens", [](const GenerateResult& result) { return ToNumpy(result.tokens); }, nb::rv_policy::move)
+      .def_prop_ro(
+          "logprobs",
+          [](const GenerateResult& result) {
+            std::vector<float> values;
+            for (const TokenLogProbability& one : result.log_probabilities) values.push_back(one.value);
+            return ToNumpy(std::move(values));
+          },
+          nb::rv_policy::move)
+      .def_prop_ro(
+          "top_ids", [](const GenerateResult& result) { return Likeliest<int32_t, 0>(result); }, nb::rv_policy::move)
+      .def_prop_ro(
+          "top_logprobs", [](const GenerateResult& result) { return Likeliest<float, 1>(result); }, nb::rv_policy::move)
       .def_prop_ro("reason", [](const GenerateResult& result) { return ReasonName(result.reason); })
       .def_ro("prompt_tokens", &GenerateResult::prompt_tokens)
       .def_ro("reused_tokens", &GenerateResult::reused_tokens)
@@ -170,9 +200,9 @@ void BindEngine(nb::module_& m) {
       .def(
           "__init__",
           [](Model* self, const std::string& model, const AttentionChoice& attention, const std::string& adapter,
-             const std::string& device, int32_t context, int32_t cache_tokens, int32_t threads,
-             const std::string& weights, const std::string& kv_type, int32_t chunk, const std::string& chat_template,
-             const nb::object& progress) {
+             const std::vector<std::string>& other_adapters, const std::string& device, int32_t context,
+             int32_t cache_tokens, int32_t threads, const std::string& weights, const std::string& kv_type,
+             int32_t chunk, const std::string& chat_template, const nb::object& progress) {
             EngineOptions options;
             options.device = device;
             options.weights = WeightsModeFromName(weights);
@@ -181,10 +211,10 @@ void BindEngine(nb::module_& m) {
             options.cache_tokens = cache_tokens;
             options.threads = threads;
             options.chunk = chunk;
-            new (self) Model(model, adapter, attention, options, chat_template, ToProgress(progress));
+            new (self) Model(model, adapter, other_adapters, attention, options, chat_template, ToProgress(progress));
           },
-          "model"_a, "attention"_a, nb::kw_only(), "adapter"_a, "device"_a, "context"_a, "cache_tokens"_a, "threads"_a,
-          "weights"_a, "kv_type"_a, "chunk"_a, "chat_template"_a, "progress"_a.none())
+          "model"_a, "attention"_a, nb::kw_only(), "adapter"_a, "other_adapters"_a, "device"_a, "context"_a,
+          "cache_tokens"_a, "threads"_a, "weights"_a, "kv_type"_a, "chunk"_a, "chat_template"_a, "progress"_a.none())
       .def_prop_ro("name", [](const Model& model) { return model.config().name; })
       .def_prop_ro("device", [](const Model& model) { return model.device_name(); })
       .def_prop_ro("device_note", [](const Model& model) { return WithArgumentNames(model.device_note()); })
@@ -203,6 +233,7 @@ void BindEngine(nb::module_& m) {
                      return model.chat_template()->name();
                    })
       .def("set_attention", &Model::SetAttention, "attention"_a)
+      .def("set_adapter", &Model::SetAdapter, "folder"_a)
       .def(
           "tokenize",
           [](const Model& model, const std::string& text, bool special) {
@@ -227,12 +258,13 @@ void BindEngine(nb::module_& m) {
           "messages"_a, "add_generation_prompt"_a)
       .def(
           "generate",
-          [](Model& model, const std::vector<IdArray>& prompts, const GenerateChoice& choice, int32_t max_batch) {
+          [](Model& model, const std::vector<IdArray>& prompts, const std::vector<uint64_t>& seeds,
+             const GenerateChoice& choice, int32_t n, int32_t max_batch) {
             std::vector<Ids> copies;
             for (const IdArray& prompt : prompts) copies.push_back(Copy(prompt));
-            return model.Generate(std::move(copies), choice, max_batch);
+            return model.Generate(copies, seeds, choice, n, max_batch);
           },
-          "prompts"_a, "choice"_a, "max_batch"_a)
+          "prompts"_a, "seeds"_a, "choice"_a, "n"_a, "max_batch"_a)
       .def(
           "loglikelihoods",
           [](Model& model, const std::vector<std::pair<IdArray, IdArray>>& pairs) {

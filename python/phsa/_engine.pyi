@@ -31,9 +31,15 @@ class GenerateChoice:
         top_p: float | None,
         min_p: float | None,
         repetition_penalty: float | None,
+        frequency_penalty: float,
+        presence_penalty: float,
+        logit_bias: Sequence[tuple[int, float]],
         seed: int | None,
         stop: Sequence[str],
+        stop_tokens: Sequence[int],
         ignore_eos: bool,
+        logprobs: int | None,
+        adapter: str | None,
     ) -> None: ...
 
 class Result:
@@ -41,6 +47,12 @@ class Result:
     def text(self) -> str: ...
     @property
     def tokens(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+    @property
+    def logprobs(self) -> Annotated[NDArray[numpy.float32], dict(shape=(None,))]: ...
+    @property
+    def top_ids(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+    @property
+    def top_logprobs(self) -> Annotated[NDArray[numpy.float32], dict(shape=(None,))]: ...
     @property
     def reason(self) -> str: ...
     @property
@@ -74,6 +86,7 @@ class Engine:
         attention: AttentionChoice,
         *,
         adapter: str,
+        other_adapters: Sequence[str],
         device: str,
         context: int,
         cache_tokens: int,
@@ -111,6 +124,7 @@ class Engine:
     @property
     def chat_template(self) -> str | None: ...
     def set_attention(self, attention: AttentionChoice) -> None: ...
+    def set_adapter(self, folder: str) -> None: ...
     def tokenize(self, text: str, special: bool) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
     def detokenize(
         self,
@@ -126,7 +140,9 @@ class Engine:
         prompts: Sequence[
             Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)]
         ],
+        seeds: Sequence[int],
         choice: GenerateChoice,
+        n: int,
         max_batch: int,
     ) -> list[Result]: ...
     def loglikelihoods(

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import html
 import json
 import numbers
 import operator
 import os
 import sys
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+import weakref
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,12 +26,20 @@ from . import _library
 from .settings import ModelSettings, Settings
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
     from . import _engine
 
-Prompt: TypeAlias = str | ArrayLike
+
+class SupportsArray(Protocol):
+    """What NumPy can make an array of: its own arrays, tensors."""
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+Prompt: TypeAlias = str | SupportsArray | Sequence[int]
 """A text, or the ids of its tokens."""
+Prompts: TypeAlias = Sequence[str] | Sequence[SupportsArray] | Sequence[Sequence[int]]
 Messages: TypeAlias = str | Sequence[Mapping[str, str]]
 """A conversation: mappings with ``role`` and ``content``. A string is one message of the user."""
 AttentionSettings: TypeAlias = Mapping[str, Any] | Settings | ModelSettings | str | os.PathLike[str]
@@ -33,10 +47,11 @@ AttentionSettings: TypeAlias = Mapping[str, Any] | Settings | ModelSettings | st
 _INT32 = 2**31 - 1
 _UINT64 = 2**64 - 1
 _MAX_SETTINGS_BYTES = 16 << 20
+_MAX_ANSWERS = 65536
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What ``generate``, ``chat`` and ``stream`` take besides the prompt."""
+    """What ``generate``, ``chat``, ``stream`` and ``astream`` take besides the prompt; docs/python.md explains it."""
 
     max_tokens: int
     temperature: float | None
@@ -44,9 +59,15 @@ class GenerateOptions(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     repetition_penalty: float | None
-    seed: int | None
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | Sequence[int] | None
     stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
     ignore_eos: bool
+    logprobs: int | None
+    adapter: str | os.PathLike[str] | None
     max_batch: int
 
 
@@ -58,7 +79,7 @@ class Generation:
     tokens: NDArray[np.int32]
     """Ids of the answer, without the one that ended it."""
     reason: str
-    """Why it ends: ``end_of_text``, ``stop_string``, ``max_tokens`` or ``context_full``."""
+    """Why it ends: ``end_of_text``, ``stop_string``, ``stop_token``, ``max_tokens`` or ``context_full``."""
     prompt_tokens: int
     reused_tokens: int
     """Tokens of the prompt that were known from another text with the same beginning, and not read again."""
@@ -66,6 +87,12 @@ class Generation:
     decode_seconds: float
     read_share: float
     """Tokens that the attention read, as a share of what dense attention would have read."""
+    logprobs: NDArray[np.float32] | None = None
+    """[tokens]: natural logarithms of their probabilities, before any sampling option; None where not asked for."""
+    top_ids: NDArray[np.int32] | None = None
+    """[tokens, ``logprobs`` of the call]: the likeliest tokens at each place, the likeliest first."""
+    top_logprobs: NDArray[np.float32] | None = None
+    """Theirs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +126,12 @@ class Inspection:
         """One page that shows the choice over the text and needs nothing else."""
         return self._found.html()
 
+    def _repr_html_(self) -> str:
+        """The same page, in a frame of a notebook's."""
+        page = html.escape(self.html(), quote=True)
+        style = "width: 100%; height: 44em; border: 0"
+        return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
+
     def __str__(self) -> str:
         return self._found.text()
 
@@ -111,7 +144,7 @@ class LLM:
     by layer where wanted. What is not given is the model's own, else the paper's preset for the context.
 
     ``adapter`` is the folder of a LoRA adapter in PEFT's form (docs/adapters.md); the settings that it carries count as
-    the model's own.
+    the model's own. ``adapters`` gives names to several, of which ``adapter``, ``set_adapter`` or a call chooses one.
 
     ``device`` is where it runs: ``cpu``, ``cuda`` or ``cuda:1`` (the CPU, with a warning, where there is no GPU), or
     ``auto``, a GPU that can run it so and else the CPU (docs/devices.md). None: the environment's ``PHSA_DEVICE``, else
@@ -122,6 +155,8 @@ class LLM:
     precisely (docs/engine.md), ``chunk`` how many tokens of a prompt are read in one step (0: what suits the device),
     ``chat_template`` which template to use where the model's own is not known. ``progress`` shows long work on standard
     error.
+
+    An LLM can be used in ``with``; ``close()`` gives its memory back.
     """
 
     def __init__(
@@ -129,6 +164,7 @@ class LLM:
         model: str | os.PathLike[str],
         *,
         adapter: str | os.PathLike[str] | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         attention: str = "auto",
         top_k: int | None = None,
         lam: float | None = None,
@@ -149,13 +185,19 @@ class LLM:
         progress: bool = False,
     ) -> None:
         engine = _library.load_engine()
+        self._loaded: _engine.Engine | None = None
         self._progress = _Progress() if progress else None
+        self._adapters = {name: _folder(folder) for name, folder in (adapters or {}).items()}
+        self._adapter = adapter
+        self._streams: weakref.WeakSet[Generator[str, None, Generation] | AsyncStream] = weakref.WeakSet()
+        self._worker: ThreadPoolExecutor | None = None
         choice = _attention_choice(attention, top_k, lam, punctuation, init, local, block, group_reduce, settings)
         try:
-            self._engine = engine.Engine(
+            self._loaded = engine.Engine(
                 _text("model", os.fspath(model)),
                 choice,
-                adapter="" if adapter is None else _text("adapter", os.fspath(adapter)),
+                adapter=self._adapter_folder(adapter),
+                other_adapters=list(self._adapters.values()),
                 device=_text("device", os.environ.get("PHSA_DEVICE", "auto") if device is None else device),
                 context=_whole("context", context),
                 cache_tokens=_whole("cache_tokens", cache_tokens),
@@ -170,6 +212,30 @@ class LLM:
             self._clear_progress()
         if self._engine.device_note:
             warnings.warn(self._engine.device_note, stacklevel=2)
+
+    @property
+    def _engine(self) -> _engine.Engine:
+        if self._loaded is None:
+            raise RuntimeError("this LLM is closed; make another one")
+        return self._loaded
+
+    def close(self) -> None:
+        """Ends its streams and gives the model's memory back; where a call of another thread is under way, when that
+        has ended. Every later call raises RuntimeError, but for ``close()``."""
+        for stream in list(self._streams):
+            with contextlib.suppress(ValueError):  # another thread is in it, and has the model until it is through
+                stream.close()
+        if self._worker is not None:
+            self._worker.shutdown(wait=False)
+        self._loaded = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     @property
     def name(self) -> str:
@@ -217,6 +283,11 @@ class LLM:
         return self._engine.add_bos and self._engine.bos_id >= 0
 
     @property
+    def adapter(self) -> str | os.PathLike[str] | None:
+        """The adapter, by its name or folder, of calls that ask for no other."""
+        return self._adapter
+
+    @property
     def attention(self) -> dict[str, Any]:
         """The settings in use, with the names of docs/settings.md."""
         return json.loads(self._engine.attention)
@@ -249,6 +320,12 @@ class LLM:
             _attention_choice(attention, top_k, lam, punctuation, init, local, block, group_reduce, settings)
         )
 
+    def set_adapter(self, adapter: str | os.PathLike[str] | None) -> None:
+        """Another adapter for the same weights: one of ``adapters`` by its name, a folder, or None for the model alone.
+        What was read before is read again."""
+        self._engine.set_adapter(self._adapter_folder(adapter))
+        self._adapter = adapter
+
     def tokenize(self, text: str, *, special: bool = True) -> NDArray[np.int32]:
         """Ids of a text; nothing is added. With ``special=False`` control tokens in it stay text."""
         return self._engine.tokenize(_text("text", text), special)
@@ -276,79 +353,80 @@ class LLM:
         return self._engine.render_chat(pairs, add_generation_prompt)
 
     @overload
-    def generate(
-        self, prompt: str | NDArray[Any] | Sequence[int], **options: Unpack[GenerateOptions]
-    ) -> Generation: ...
+    def generate(self, prompt: Prompt, *, n: None = None, **options: Unpack[GenerateOptions]) -> Generation: ...
     @overload
+    def generate(self, prompt: Prompt, *, n: int, **options: Unpack[GenerateOptions]) -> list[Generation]: ...
+    @overload
+    def generate(self, prompt: Prompts, *, n: None = None, **options: Unpack[GenerateOptions]) -> list[Generation]: ...
+    @overload
+    def generate(self, prompt: Prompts, *, n: int, **options: Unpack[GenerateOptions]) -> list[list[Generation]]: ...
     def generate(
-        self,
-        prompt: Sequence[str] | Sequence[NDArray[Any]] | Sequence[Sequence[int]],
-        **options: Unpack[GenerateOptions],
-    ) -> list[Generation]: ...
-    def generate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        *,
-        max_tokens: int = 512,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        max_batch: int = 8,
-    ) -> Generation | list[Generation]:
-        """Goes on from a prompt as it is, without a chat template; from several, ``max_batch`` of them at a time.
+        self, prompt: Prompt | Prompts, *, n: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generation | list[Generation] | list[list[Generation]]:
+        """Goes on from a prompt as it is, without a chat template; from several, ``max_batch`` (8) of them at a time.
+        With ``n`` each of them has a list of so many answers.
 
-        A prompt is a text, in which control tokens are recognised, or ids. What is not given of the sampling is what
-        the model recommends; ``temperature=0`` always takes the most likely token. With ``seed`` each of the prompts
-        gets the same answer every time.
+        A prompt is a text, in which control tokens are recognised, or ids. The options are ``max_tokens`` (512); for
+        sampling ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``frequency_penalty``,
+        ``presence_penalty``, ``logit_bias`` and ``seed``; ``stop``, ``stop_token_ids`` and ``ignore_eos``;
+        ``logprobs``, ``adapter`` and ``max_batch``. What is not given of the sampling is what the model recommends;
+        ``temperature=0`` always takes the most likely token. With ``seed``, a number or one for each prompt, a prompt
+        gets the same answer every time; its ``n`` answers have seeds that count up from it.
         """
-        choice = _generate_choice(
-            max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, ignore_eos
-        )
-        batch = _whole("max_batch", max_batch, 1)
         one = _is_one_prompt(prompt)
-        prompts = [self._prompt_ids(each) for each in ([prompt] if one else prompt)]
+        each = [prompt] if one else prompt
+        choice, seeds = self._choice(options, len(each))
+        count = 1 if n is None else _whole("n", n, 1, _MAX_ANSWERS)
+        batch = _whole("max_batch", options.get("max_batch", 8), 1)
+        prompts = [self._prompt_ids(each) for each in each]
         try:
-            results = [_generation(result) for result in self._engine.generate(prompts, choice, batch)]
+            results = self._engine.generate(prompts, seeds, choice, count, batch)
         finally:
             self._clear_progress()
-        return results[0] if one else results
+        answers = [_generation(result, options.get("logprobs")) for result in results]
+        if n is None:
+            return answers[0] if one else answers
+        lists = [answers[i : i + count] for i in range(0, len(answers), count)]
+        return lists[0] if one else lists
 
-    def chat(self, messages: Messages, **options: Unpack[GenerateOptions]) -> Generation:
+    @overload
+    def chat(self, messages: Messages, *, n: None = None, **options: Unpack[GenerateOptions]) -> Generation: ...
+    @overload
+    def chat(self, messages: Messages, *, n: int, **options: Unpack[GenerateOptions]) -> list[Generation]: ...
+    def chat(
+        self, messages: Messages, *, n: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generation | list[Generation]:
         """The assistant's answer. Takes what ``generate`` takes."""
-        return self.generate(self.apply_chat_template(messages, tokenize=True), **options)
+        return self.generate(self.apply_chat_template(messages, tokenize=True), n=n, **options)  # type: ignore[misc]
 
-    def stream(
-        self,
-        prompt: Prompt | Messages,
-        *,
-        max_tokens: int = 512,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        max_batch: int = 8,
-    ) -> Generator[str, None, Generation]:
+    def stream(self, prompt: Prompt | Messages, **options: Unpack[GenerateOptions]) -> Generator[str, None, Generation]:
         """An answer piece by piece, to a prompt (as ``generate``) or to a list of messages (as ``chat``). To leave the
         loop ends it. What the generator returns in the end (``yield from`` gives it) is the whole."""
-        choice = _generate_choice(
-            max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, ignore_eos
-        )
-        ids = self.apply_chat_template(prompt, tokenize=True) if _is_messages(prompt) else self._prompt_ids(prompt)
-        return _pieces(_library.load_engine().Stream(self._engine, ids, choice, _whole("max_batch", max_batch, 1)))
+        pieces = _pieces(self._open_stream(prompt, options), options.get("logprobs"))
+        self._streams.add(pieces)
+        return pieces
+
+    def astream(self, prompt: Prompt | Messages, **options: Unpack[GenerateOptions]) -> AsyncStream:
+        """As ``stream``, for ``async for``: the event loop goes on while the model works, in a thread of its own.
+        Several at a time are answered together."""
+        self._choice(options, 1)  # wrong names and types are told here
+        if self._worker is None:
+            # One thread, as one call at a time uses the model: a step of any stream is a step of all.
+            self._worker = ThreadPoolExecutor(1, "phsa.LLM")
+        stream = AsyncStream(self, self._worker, prompt, options)
+        self._streams.add(stream)
+        return stream
 
     def loglikelihood(self, pairs: Sequence[tuple[Prompt, Prompt]]) -> list[LogLikelihood]:
         """How likely each second part is after the first. Texts are tokenized apart; what pairs share from their
         beginnings is read once."""
-        requests = [(self._prompt_ids(context), self._ids_of(continuation)) for context, continuation in pairs]
+        requests = []
+        for i, pair in enumerate(pairs):
+            if isinstance(pairs, str) or not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise TypeError(
+                    f"loglikelihood: pair {i} is {_shown(pair)}; pairs are needed: [(context, continuation), …]"
+                )
+            requests.append((self._prompt_ids(pair[0]), self._ids_of(pair[1])))
         try:
             scores = self._engine.loglikelihoods(requests)
         finally:
@@ -367,6 +445,8 @@ class LLM:
         return _inspection(found)
 
     def __repr__(self) -> str:
+        if self._loaded is None:
+            return "<phsa.LLM, closed>"
         return f"<phsa.LLM {self.name!r}, context {self.context}, attention {self.attention['attention']}>"
 
     def _ids_of(self, prompt: Prompt) -> NDArray[np.int32]:
@@ -378,9 +458,87 @@ class LLM:
             ids = np.insert(ids, 0, self._engine.bos_id)
         return ids
 
+    def _adapter_folder(self, adapter: str | os.PathLike[str] | None) -> str:
+        if adapter is None:
+            return ""
+        return self._adapters.get(adapter) or _folder(adapter) if isinstance(adapter, str) else _folder(adapter)
+
+    def _choice(self, options: GenerateOptions, prompts: int) -> tuple[_engine.GenerateChoice, list[int]]:
+        """And a seed for each of the prompts, where they have their own."""
+        _ = self._engine  # raises where it is closed
+        seed = options.get("seed")
+        seeds: list[int] = []
+        if isinstance(seed, (Sequence, np.ndarray)) and not isinstance(seed, str):
+            seeds = [_whole(f"seed {i}", each, 0, _UINT64) for i, each in enumerate(seed)]
+            if len(seeds) != prompts:
+                raise ValueError(
+                    f"seed has {len(seeds)} numbers for {prompts} prompts; give one for each, or one for all"
+                )
+            seed = None
+        folder = self._adapter_folder(options["adapter"]) if "adapter" in options else None
+        return _generate_choice(**{**options, "seed": seed, "adapter": folder}), seeds  # type: ignore[arg-type]
+
+    def _open_stream(self, prompt: Prompt | Messages, options: GenerateOptions) -> _engine.Stream:
+        choice, seeds = self._choice(options, 1)
+        if seeds:
+            raise TypeError("seed is a list; a stream has one answer, and one number for it")
+        ids = self.apply_chat_template(prompt, tokenize=True) if _is_messages(prompt) else self._prompt_ids(prompt)
+        batch = _whole("max_batch", options.get("max_batch", 8), 1)
+        return _library.load_engine().Stream(self._engine, ids, choice, batch)
+
     def _clear_progress(self) -> None:
         if self._progress is not None:
             self._progress.clear()
+
+
+class AsyncStream(AsyncIterator[str]):
+    """An answer piece by piece, for ``async for``."""
+
+    def __init__(
+        self, llm: LLM, worker: ThreadPoolExecutor, prompt: Prompt | Messages, options: GenerateOptions
+    ) -> None:
+        self._open = lambda: llm._open_stream(prompt, options)
+        self._worker = worker
+        self._logprobs = options.get("logprobs")
+        self._stream: _engine.Stream | None = None
+        self._closed = False
+        self.result: Generation | None = None
+        """The whole, after the last piece."""
+
+    def _next(self) -> str | None:
+        stream = self._stream
+        if stream is None and not self._closed:
+            stream = self._stream = self._open()
+        if stream is None or self._closed:  # by another thread
+            self.close()
+            return None
+        return stream.next()
+
+    async def __anext__(self) -> str:
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            piece = await asyncio.get_running_loop().run_in_executor(self._worker, self._next)
+        except BaseException:
+            self.close()  # also where the task is cancelled: nobody waits for the rest
+            raise
+        if piece is not None:
+            return piece
+        stream = self._stream
+        if not self._closed and stream is not None and stream.result is not None:
+            self.result = _generation(stream.result, self._logprobs)
+        self.close()
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        """Ends it where it is, before the model's next step. Any thread may call it."""
+        self._closed = True
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    async def aclose(self) -> None:
+        self.close()
 
 
 class _Progress:
@@ -399,16 +557,26 @@ class _Progress:
         self._shown = False
 
 
-def _pieces(stream: _engine.Stream) -> Generator[str, None, Generation]:
+def _pieces(stream: _engine.Stream, logprobs: int | None) -> Generator[str, None, Generation]:
     try:
         while (piece := stream.next()) is not None:
             yield piece
-        return _generation(stream.result)
+        assert stream.result is not None
+        return _generation(stream.result, logprobs)
     finally:
         stream.close()
 
 
-def _generation(result: _engine.Result) -> Generation:
+def _generation(result: _engine.Result, logprobs: int | None) -> Generation:
+    scored: dict[str, Any] = {}
+    if logprobs is not None:
+        count = len(result.tokens)
+        likeliest = (count, len(result.top_ids) // max(1, count))
+        scored = {
+            "logprobs": result.logprobs,
+            "top_ids": result.top_ids.reshape(likeliest),
+            "top_logprobs": result.top_logprobs.reshape(likeliest),
+        }
     return Generation(
         text=result.text,
         tokens=result.tokens,
@@ -418,6 +586,7 @@ def _generation(result: _engine.Result) -> Generation:
         prefill_seconds=result.prefill_seconds,
         decode_seconds=result.decode_seconds,
         read_share=result.read_share,
+        **scored,
     )
 
 
@@ -471,6 +640,15 @@ def _maybe_float(name: str, value: object) -> float | None:
     return float(value)
 
 
+def _folder(path: str | os.PathLike[str]) -> str:
+    return _text("adapter", os.fspath(path))
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "…"
+
+
 def _ids(name: str, value: ArrayLike) -> NDArray[np.int32]:
     array = np.asarray(value)
     if array.ndim != 1:
@@ -509,6 +687,15 @@ def _chat(messages: Messages) -> list[tuple[str, str]]:
     return pairs
 
 
+def _plain(value: object) -> object:
+    """NumPy's numbers and arrays, for JSON."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    raise TypeError(f"settings: {_shown(value)} is of the type {type(value).__name__}; JSON has no such thing")
+
+
 def _settings_json(settings: AttentionSettings | None) -> str:
     """As AttentionChoice takes it; empty: none."""
     if settings is None:
@@ -516,7 +703,7 @@ def _settings_json(settings: AttentionSettings | None) -> str:
     if isinstance(settings, (Settings, ModelSettings)):
         return json.dumps(settings.to_json())
     if isinstance(settings, Mapping):
-        return json.dumps(dict(settings))
+        return json.dumps(dict(settings), default=_plain)
     with Path(settings).open("rb") as file:
         content = file.read(_MAX_SETTINGS_BYTES + 1)
     if len(content) > _MAX_SETTINGS_BYTES:
@@ -549,15 +736,23 @@ def _attention_choice(
 
 
 def _generate_choice(
-    max_tokens: int,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
-    seed: int | None,
-    stop: str | Sequence[str],
-    ignore_eos: bool,
+    *,
+    max_tokens: int = 512,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    frequency_penalty: float = 0,
+    presence_penalty: float = 0,
+    logit_bias: Mapping[int, float] | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    logprobs: int | None = None,
+    adapter: str | None = None,
+    max_batch: int = 8,
 ) -> _engine.GenerateChoice:
     return _library.load_engine().GenerateChoice(
         max_tokens=_whole("max_tokens", max_tokens, 1),
@@ -566,7 +761,16 @@ def _generate_choice(
         top_p=_maybe_float("top_p", top_p),
         min_p=_maybe_float("min_p", min_p),
         repetition_penalty=_maybe_float("repetition_penalty", repetition_penalty),
+        frequency_penalty=_maybe_float("frequency_penalty", frequency_penalty) or 0.0,
+        presence_penalty=_maybe_float("presence_penalty", presence_penalty) or 0.0,
+        logit_bias=[
+            (_whole("a token of logit_bias", token), _maybe_float(f"logit_bias of token {token}", bias) or 0.0)
+            for token, bias in (logit_bias or {}).items()
+        ],
         seed=_maybe_whole("seed", seed, _UINT64),
         stop=[_text("stop", each) for each in ([stop] if isinstance(stop, str) else stop)],
+        stop_tokens=_ids("stop_token_ids", stop_token_ids).tolist(),
         ignore_eos=bool(ignore_eos),
+        logprobs=_maybe_whole("logprobs", logprobs),
+        adapter=adapter,
     )

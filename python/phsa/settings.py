@@ -33,6 +33,15 @@ def _refuse(name: str, value: object, allowed: str) -> None:
     raise ValueError(f"settings: {name} is {value!r}; allowed: {allowed}")
 
 
+def _plain(value: Any) -> Any:
+    """NumPy's numbers, and tensors with one element, as Python's; lists and arrays as tuples."""
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return value
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return tuple(_plain(one) for one in value) if isinstance(value, (list, tuple)) else value
+
+
 def _check_int(name: str, value: object, allowed: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         _refuse(name, value, allowed)
@@ -62,10 +71,10 @@ class Settings:
     punctuation: str = "en"
 
     def __post_init__(self) -> None:
+        for name in _JSON_NAMES:
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         if self.block is None:
             object.__setattr__(self, "block", 64 if self.policy == "infllm2-64" else 16)
-        if isinstance(self.lam, list):
-            object.__setattr__(self, "lam", tuple(self.lam))
         self._validate()
 
     def _validate(self) -> None:

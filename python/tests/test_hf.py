@@ -474,6 +474,12 @@ def test_models_that_would_be_wrong_are_refused() -> None:
     refused("phsa", bert, transformers.BertModel)
     t5 = transformers.T5Config(vocab_size=VOCABULARY, d_model=64, d_kv=64, d_ff=64, num_layers=1, num_heads=1)
     refused("phsa", t5, transformers.T5ForConditionalGeneration)
+    vit = transformers.ViTConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=64)
+    refused("ViTModel reads no tokens", vit, transformers.ViTModel)
+    clip = transformers.CLIPTextConfig(
+        vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=64
+    )
+    refused("causal decoders only", clip, transformers.CLIPTextModel)
     with pytest.raises(ValueError, match="is not causal"):
         phsa.hf.enable(make_model(enabled=False, is_causal=False), punctuation="none")
     with pytest.raises(TypeError, match="not a model of transformers"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -11,14 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_model import write_model
+from tiny_model import write_adapter, write_model
 
 import phsa
 from phsa import _library
@@ -142,6 +144,47 @@ def test_an_adapter_is_applied_and_its_settings_are_taken(folder: Path, tmp_path
         phsa.LLM(folder, adapter=5)  # type: ignore[arg-type]
 
 
+def test_adapters_are_chosen_by_name_and_by_call(folder: Path, tmp_path: Path) -> None:
+    one = write_adapter(tmp_path / "one", rank=3)
+    two = write_adapter(tmp_path / "two", rank=5, settings='{"attention": "phsa", "top_k": 3}')
+    ids = np.arange(100, 180, dtype=np.int32)
+    alone = {name: phsa.LLM(folder, adapter=path, **F32) for name, path in (("one", one), ("two", two), (None, None))}
+    want = {name: each.logits(ids) for name, each in alone.items()}
+    answers = {name: each.generate(ids, max_tokens=8, **GREEDY).tokens.tolist() for name, each in alone.items()}
+    assert np.abs(want["one"] - want[None]).max() > 0.1 and np.abs(want["one"] - want["two"]).max() > 0.1
+
+    llm = phsa.LLM(folder, adapters={"one": one, "two": str(two)}, **F32)
+    weights = llm.memory["weights"]
+    assert llm.adapter is None and np.array_equal(llm.logits(ids), want[None])
+    for name in ("one", "two", None, "two", "one"):
+        assert llm.generate(ids, max_tokens=8, adapter=name, **GREEDY).tokens.tolist() == answers[name]
+    assert llm.generate(ids, max_tokens=8, **GREEDY).tokens.tolist() == answers[None], "the others' choice is theirs"
+    assert np.array_equal(llm.logits(ids), want[None])
+    llm.set_adapter("two")
+    assert llm.adapter == "two" and np.array_equal(llm.logits(ids), want["two"])
+    assert llm.attention["attention"] == "phsa" and llm.attention["top_k"] == 3, "what the adapter carries"
+    assert llm.memory["weights"] > weights
+    llm.set_attention("dense")
+    llm.set_adapter(one)
+    assert llm.attention["attention"] == "dense" and np.array_equal(llm.logits(ids), want["one"])
+
+    stream = llm.stream(ids, max_tokens=20, **GREEDY)
+    next(stream)
+    with pytest.raises(RuntimeError, match="another adapter: a stream of this LLM is open"):
+        llm.generate(ids, adapter="two")
+    assert llm.generate(ids, max_tokens=8, adapter="one", **GREEDY).tokens.tolist() == answers["one"]
+    stream.close()
+    # One that is not for this model changes nothing, and is told when the model is made.
+    config = json.loads((one / "adapter_config.json").read_text())
+    (one / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    with pytest.raises(ValueError, match="use_dora"):
+        phsa.LLM(folder, adapters={"one": one}, **F32)
+    llm.set_adapter(None)
+    with pytest.raises(ValueError, match="use_dora"):
+        llm.set_adapter(one)
+    assert llm.adapter is None and np.array_equal(llm.logits(ids), want[None])
+
+
 def test_tokens_and_templates_are_those_of_transformers(llm: phsa.LLM, folder: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -198,6 +241,8 @@ def test_inspect_finds_what_the_program_finds(folder: Path) -> None:
     assert found.blocks[1, 1, 0].tolist() == head["blocks"] and np.allclose(found.scores[1, 1, 0], head["scores"])
     assert found.recall.mean() == pytest.approx(want["recall"], abs=1e-5)
     assert "<html" in found.html() and "Query" in str(found)
+    cell = found._repr_html_()
+    assert cell.startswith("<iframe") and "srcdoc" in cell and "<html" not in cell, "a page of its own, in a frame"
 
 
 # --- the same in every way to ask ---
@@ -238,12 +283,92 @@ def test_sampling_follows_the_seed(llm: phsa.LLM) -> None:
     assert llm.generate(TEXT[:50], seed=2**64 - 1, max_tokens=1).prompt_tokens > 0
 
 
+DRAWN = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12, "ignore_eos": True}
+
+
+def test_a_prompt_may_have_several_answers(llm: phsa.LLM) -> None:
+    one, two = TEXT[:120], TEXT[200:300]
+    lists = llm.generate([one, two], n=3, seed=5, **DRAWN)
+    assert [len(answers) for answers in lists] == [3, 3] and len({answer.text for answer in lists[0]}) == 3
+    # Answer i is that of the seed 5 + i, alone too.
+    assert [answer.text for answer in lists[1]] == [llm.generate(two, seed=5 + i, **DRAWN).text for i in range(3)]
+    llm.logits([1])  # empties the cache
+    alone = llm.generate(one, n=3, seed=5, **DRAWN)
+    assert [answer.text for answer in alone] == [answer.text for answer in lists[0]]
+    assert [answer.reused_tokens > 0 for answer in alone] == [False, True, True], "the prompt is read once"
+    assert len(llm.generate(one, n=1, **DRAWN)) == 1
+    assert len(llm.chat("Hi", n=2, **DRAWN)) == 2
+    last = llm.generate(one, n=2, seed=2**64 - 1, **DRAWN)
+    assert last[1].text == llm.generate(one, seed=0, **DRAWN).text, "after the largest seed comes 0"
+
+
+def test_the_prompts_of_a_batch_may_have_seeds_of_their_own(llm: phsa.LLM) -> None:
+    texts = [answer.text for answer in llm.generate([TEXT[:50]] * 3, seed=[1, 2, 1], **DRAWN)]
+    assert texts[0] == texts[2] != texts[1]
+    assert texts[1] == llm.generate(TEXT[:50], seed=2, **DRAWN).text
+    assert [answer.text for answer in llm.generate([TEXT[:50]] * 3, seed=np.array([1, 2, 1]), **DRAWN)] == texts
+    assert len({answer.text for answer in llm.generate([TEXT[:50]] * 3, seed=range(3), **DRAWN)}) == 3
+
+
+def test_log_probabilities_are_those_of_the_logits(llm: phsa.LLM) -> None:
+    prompt = llm.tokenize(TEXT[:200])
+    answer = llm.generate(prompt, max_tokens=8, logprobs=4, **GREEDY)
+    assert answer.logprobs is not None and answer.top_ids is not None and answer.top_logprobs is not None
+    logits = llm.logits(np.concatenate([prompt, answer.tokens]))[len(prompt) - 1 : -1].astype(np.float64)
+    want = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    assert np.allclose(answer.logprobs, want[np.arange(8), answer.tokens], atol=1e-4)
+    assert answer.top_ids.shape == answer.top_logprobs.shape == (8, 4)
+    assert (answer.top_ids[:, 0] == answer.tokens).all(), "greedy"
+    assert np.allclose(answer.top_logprobs, np.take_along_axis(want, answer.top_ids, 1), atol=1e-4)
+    alone = llm.generate(prompt, max_tokens=8, logprobs=0, **GREEDY)
+    assert alone.top_ids is not None and alone.top_ids.shape == (8, 0)
+    assert alone.logprobs is not None and np.allclose(alone.logprobs, answer.logprobs, atol=1e-5)
+    assert llm.generate(prompt, max_tokens=2, **GREEDY).logprobs is None
+    nothing = llm.generate(prompt, logprobs=2, stop_token_ids=answer.tokens[:1], **GREEDY)
+    assert nothing.top_ids is not None and nothing.top_ids.shape == (0, 0) and len(nothing.tokens) == 0
+
+
+def test_penalties_and_biases_change_what_is_chosen(llm: phsa.LLM) -> None:
+    prompt = TEXT[:200]
+    free = llm.generate(prompt, max_tokens=40, **GREEDY).tokens
+    first = int(free[0])
+    assert first not in llm.generate(prompt, max_tokens=10, logit_bias={first: -100}, **GREEDY).tokens
+    wanted = {np.int64(7): np.float32(100)}
+    assert set(llm.generate(prompt, max_tokens=5, logit_bias=wanted, **GREEDY).tokens) == {7}
+    # What was said is asked for again, or not, over the answer alone.
+    assert set(llm.generate(prompt, max_tokens=9, logit_bias={7: 100}, frequency_penalty=2, **GREEDY).tokens) == {7}
+    varied = llm.generate(prompt, max_tokens=40, presence_penalty=2, frequency_penalty=2, **GREEDY).tokens
+    alike = llm.generate(prompt, max_tokens=40, presence_penalty=-2, frequency_penalty=-2, **GREEDY).tokens
+    assert len(set(varied)) > len(set(alike)) and varied[0] == alike[0] == first
+
+
+def test_numpy_numbers_are_taken_everywhere(folder: Path) -> None:
+    numbers = {"top_k": np.int64(2), "lam": np.float32(0.75), "init": np.int32(16), "local": np.uint16(32)}
+    llm = phsa.LLM(folder, attention="phsa", context=np.int64(256), threads=np.int8(1), **numbers)
+    want = llm.attention
+    assert (want["top_k"], want["lambda"], llm.context) == (2, 0.75, 256)
+    llm.set_attention("dense")
+    whole = {"attention": "phsa", "top_k": np.int64(2), "lambda": np.float64(0.75)}
+    llm.set_attention(settings={**whole, "init_tokens": np.int64(16), "local_tokens": np.int64(32)})
+    assert (llm.attention["top_k"], llm.attention["lambda"]) == (2, 0.75)
+    llm.set_attention(settings=phsa.Settings(**numbers))
+    assert (llm.attention["top_k"], llm.attention["init_tokens"]) == (2, 16)
+    options = {"max_tokens": np.int64(3), "temperature": np.float32(0), "top_p": np.float64(1), "seed": np.uint64(3)}
+    assert len(llm.generate(torch.tensor([1, 2, 3]), ignore_eos=np.bool_(True), **options).tokens) == 3
+    assert len(llm.inspect("Bees, wasps.", last=np.int64(2)).positions) == 2
+
+
 def test_what_ends_an_answer_is_told(llm: phsa.LLM) -> None:
     free = llm.generate(TEXT[:200], max_tokens=30, **GREEDY)
     assert free.reason == "max_tokens" and len(free.tokens) == 30
     word = free.text[10:14]
     stopped = llm.generate(TEXT[:200], max_tokens=30, stop=word, **GREEDY)
     assert stopped.reason == "stop_string" and stopped.text == free.text[: free.text.index(word)]
+    token = int(free.tokens[7])
+    cut = llm.generate(TEXT[:200], max_tokens=30, stop_token_ids=[token], **GREEDY)
+    assert (
+        cut.reason == "stop_token" and cut.tokens.tolist() == free.tokens.tolist()[: free.tokens.tolist().index(token)]
+    )
     full = llm.generate(llm.tokenize(TEXT)[: llm.context - 5], **GREEDY)
     assert full.reason == "context_full"
 
@@ -343,6 +468,10 @@ def test_properties(llm: phsa.LLM, folder: Path) -> None:
     assert (small.context, small.cache_tokens) == (128, 256)
 
 
+async def first(stream: AsyncIterator[str]) -> str:
+    return await anext(stream)
+
+
 WRONG: list[tuple[type[Exception], list[str], Callable[[phsa.LLM], object]]] = [
     (ValueError, ["no tokens"], lambda llm: llm.generate("")),
     (ValueError, ["512"], lambda llm: llm.generate(llm.tokenize(TEXT)[:600])),
@@ -369,6 +498,23 @@ WRONG: list[tuple[type[Exception], list[str], Callable[[phsa.LLM], object]]] = [
     (ValueError, ["max_batch"], lambda llm: llm.generate("x", max_batch=0)),
     (ValueError, ["seed"], lambda llm: llm.generate("x", seed=-1)),
     (ValueError, ["surrogates"], lambda llm: llm.generate("\ud800")),
+    (TypeError, ["pair 0", "'ab'", "(context, continuation)"], lambda llm: llm.loglikelihood(["ab"])),
+    (TypeError, ["pair 0", "pairs"], lambda llm: llm.loglikelihood("ab")),
+    (TypeError, ["pair 1", "pairs"], lambda llm: llm.loglikelihood([("a", "b"), ("a", "b", "c")])),
+    (ValueError, ["n is 0"], lambda llm: llm.generate("x", n=0)),
+    (ValueError, ["seed", "2 numbers", "1 prompts"], lambda llm: llm.generate(["x"], seed=[1, 2])),
+    (TypeError, ["seed", "str"], lambda llm: llm.generate("x", seed="1")),
+    (ValueError, ["logit_bias", "5", "200"], lambda llm: llm.generate("x", logit_bias={5: 200})),
+    (ValueError, ["logit_bias", "99999"], lambda llm: llm.generate("x", logit_bias={99999: 1})),
+    (TypeError, ["logit_bias", "str"], lambda llm: llm.generate("x", logit_bias={"5": 1})),
+    (ValueError, ["stop_token_ids", "99999"], lambda llm: llm.stream("x", stop_token_ids=[99999])),
+    (TypeError, ["stop_token_ids"], lambda llm: llm.generate("x", stop_token_ids=["a"])),
+    (ValueError, ["frequency_penalty", "3"], lambda llm: llm.generate("x", frequency_penalty=3)),
+    (ValueError, ["presence_penalty", "-3"], lambda llm: asyncio.run(first(llm.astream("x", presence_penalty=-3)))),
+    (ValueError, ["logprobs", "-1"], lambda llm: llm.generate("x", logprobs=-1)),
+    (TypeError, ["unexpected"], lambda llm: llm.astream("x", temp=0)),
+    (ValueError, ["no-such"], lambda llm: llm.generate("x", adapter="no-such")),
+    (ValueError, ["no-such"], lambda llm: llm.set_adapter("no-such")),
     (ValueError, ["message 0"], lambda llm: llm.chat([{"role": "user"}])),
     (ValueError, ["message"], lambda llm: llm.chat([])),
     (ValueError, ["tool"], lambda llm: llm.chat([{"role": "tool", "content": "x"}])),
@@ -397,7 +543,7 @@ def test_what_is_wrong_is_told_and_changes_nothing(llm: phsa.LLM, case: int) -> 
 
 
 def test_a_long_prompt_in_a_batch_is_refused_before_any_work(llm: phsa.LLM) -> None:
-    with pytest.raises(ValueError, match="512"):
+    with pytest.raises(ValueError, match=r"prompt 1 of 2, counted from 0: the prompt has 600 tokens.*512"):
         llm.generate(["short", llm.tokenize(TEXT)[:600]], max_tokens=5)
     assert llm.generate("short", max_tokens=3, **GREEDY).tokens.size == 3
 
@@ -492,6 +638,102 @@ def test_streams_and_other_calls_mix(llm: phsa.LLM) -> None:
     del never_begun
     gc.collect()
     llm.logits([1])
+
+
+def test_a_closed_model_is_gone(folder: Path) -> None:
+    llm = phsa.LLM(folder, **F32)
+    begun, waiting = llm.stream(TEXT[:100], **GREEDY), llm.stream(TEXT[:100], **GREEDY)
+    next(begun)
+    assert "context" in repr(llm)
+    llm.close()
+    llm.close()
+    assert list(begun) == [] and list(waiting) == [] and repr(llm) == "<phsa.LLM, closed>"
+    for call in (lambda: llm.generate("x"), lambda: llm.astream("x"), lambda: llm.context, lambda: llm.tokenize("x")):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+    with phsa.LLM(folder, **F32) as other:
+        assert other.generate("x", max_tokens=1, **GREEDY).prompt_tokens == 1
+    with pytest.raises(RuntimeError, match="closed"):
+        other.logits([1])
+    with pytest.raises(ZeroDivisionError), phsa.LLM(folder, **F32) as third:
+        1 / 0  # noqa: B018
+    assert "closed" in repr(third)
+
+
+def test_closing_gives_the_memory_back(folder: Path) -> None:
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    before = threads()
+    llm = phsa.LLM(folder, threads=3)
+    stream = llm.stream("Bees")
+    next(stream)
+    assert threads() > before
+    llm.close()
+    assert threads() == before, "the engine is gone, though the LLM and its stream are still there"
+    del stream
+
+
+def test_async_streams_are_answered_together_while_the_loop_goes_on(llm: phsa.LLM) -> None:
+    prompts = [TEXT[i * 100 : i * 100 + 60] for i in range(3)]
+    want = [llm.generate(prompt, max_tokens=20, logprobs=1, **GREEDY) for prompt in prompts]
+
+    async def read(prompt: str) -> phsa.Generation:
+        stream = llm.astream(prompt, max_tokens=20, logprobs=1, **GREEDY)
+        text = "".join([piece async for piece in stream])
+        assert stream.result is not None and stream.result.text == text
+        return stream.result
+
+    async def main() -> tuple[list[phsa.Generation], int]:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0)
+                ticks += 1
+
+        clock = asyncio.create_task(tick())
+        answers = await asyncio.gather(*(read(prompt) for prompt in prompts))
+        clock.cancel()
+        return answers, ticks
+
+    answers, ticks = asyncio.run(main())
+    assert [answer.text for answer in answers] == [answer.text for answer in want] and ticks > 20
+    assert answers[0].logprobs is not None and want[0].logprobs is not None
+    assert np.allclose(answers[0].logprobs, want[0].logprobs, atol=1e-4)
+    chat = [{"role": "user", "content": "Hi"}]
+
+    async def ends_early() -> str:
+        async for piece in llm.astream(chat, max_tokens=400, **GREEDY):
+            return piece
+        return ""
+
+    assert llm.chat(chat, max_tokens=5, **GREEDY).text.startswith(asyncio.run(ends_early()))
+    gc.collect()
+    llm.logits([1])  # no stream is open
+
+
+def test_a_cancelled_async_stream_ends_before_the_next_step(slow_folder: Path) -> None:
+    llm = phsa.LLM(slow_folder, threads=1)
+    ids = np.resize(llm.tokenize(TEXT), 60000)  # minutes, were it not cancelled
+
+    async def main() -> None:
+        async def read() -> None:
+            async for _ in llm.astream(ids):
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+        await asyncio.to_thread(llm.logits, [1])  # waits for the step, and finds no stream open
+
+    asyncio.run(main())
+    with pytest.raises(ValueError, match="99999"):
+        asyncio.run(first(llm.astream([99999])))
 
 
 def test_a_model_may_go_while_its_stream_is_open(folder: Path) -> None:

@@ -458,7 +458,50 @@ def test_the_command_knows_the_model_and_the_tasks(
     for words in (["--tasks", "phsa_local_general"], ["ls", "groups"]):
         monkeypatch.setattr(sys, "argv", ["lm_eval", *words])
         main()
-    assert [args.include_path for args in seen] == [str(subject.TASKS)] * 2 and seen[0].model == "phsa"
+    assert [args.include_path for args in seen] == [[str(subject.TASKS)]] * 2 and seen[0].model == "phsa"
+
+
+def test_tasks_of_the_users_stand_beside_phsas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from lm_eval._cli import HarnessCLI
+
+    from phsa.lm_eval.__main__ import main
+
+    theirs = toy(tmp_path, "multiple_choice")
+    config = tmp_path / "config.yml"
+    config.write_text(f"include_path: {theirs}\ntasks: [toy]\nmodel: hf\n")
+    seen = []
+    monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: seen.append(args))
+    for words in (["ls", "--include_path", str(theirs)], ["run", "--config", str(config)]):
+        monkeypatch.setattr(sys, "argv", ["lm_eval", *words])
+        main()
+    for args in seen:
+        tasks = TaskManager(include_path=args.include_path, include_defaults=False).all_tasks
+        assert "toy" in tasks and "phsa_local_hellaswag" in tasks
+    assert seen[1].model is None, "the configuration's"
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "words"),
+    [
+        ("phsa.lm_eval", "lm_eval", "pip install 'lm_eval"),
+        ("phsa.lm_eval.__main__", "lm_eval", "pip install 'lm_eval"),
+        ("phsa.train", "torch", "torch is not installed here: pip install torch"),
+        ("phsa.train.__main__", "transformers", "transformers is not installed here: pip install torch transformers"),
+    ],
+)
+def test_a_part_whose_packages_are_missing_names_them(module: str, missing: str, words: str) -> None:
+    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(module.partition(".__")[0])}
+    before = sys.modules.get(missing)
+    sys.modules[missing] = None  # type: ignore[assignment]
+    try:
+        with pytest.raises(ImportError, match=words):
+            __import__(module)
+    finally:
+        sys.modules.update(kept)
+        if before is None:
+            del sys.modules[missing]
+        else:
+            sys.modules[missing] = before
 
 
 @pytest.mark.usefixtures("fake", "local_data")

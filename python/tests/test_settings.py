@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import json
 
+import numpy as np
 import pytest
 
 from phsa import ModelSettings, Settings, _library
@@ -18,6 +19,17 @@ def test_the_block_size_follows_the_policy() -> None:
     assert Settings(policy="infllm2-64").block == 64
     assert Settings(policy="infllm2-64").replace(policy="phsa").block == 16
     assert Settings(block=32).replace(policy="quest").block == 32
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    values = {"top_k": np.int64(2), "lam": np.float32(0.5), "init": np.int16(32), "local": np.uint64(64)}
+    assert Settings(**values) == Settings(top_k=2, lam=0.5, init=32, local=64)
+    assert json.loads(json.dumps(Settings(**values).to_json()))["top_k"] == 2
+    assert Settings(lam=np.array([0.5, 1])).lam == Settings(lam=[0.5, 1]).lam == (0.5, 1)
+    made = ModelSettings.make(Settings(), {"block": np.int64(32), "layers": {np.int64(1): {"top_k": np.int8(3)}}})
+    assert made.base.block == 32 and made.for_layer(1).top_k == 3
+    with pytest.raises(ValueError, match="top_k is True"):
+        Settings(top_k=np.bool_(True))
 
 
 def test_layers_override() -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 _TOKENIZER = Path(__file__).resolve().parents[2] / "tests/data/tokenizer"
@@ -34,7 +35,9 @@ def write_tokenizer(folder: Path) -> int:
     return first
 
 
-def write_model(folder: Path, *, layers: int = 2, hidden: int = 128, context: int = 512) -> LlamaForCausalLM:
+def write_model(
+    folder: Path, *, layers: int = 2, hidden: int = 128, kv_heads: int = 1, context: int = 512
+) -> LlamaForCausalLM:
     folder.mkdir(parents=True, exist_ok=True)
     first = write_tokenizer(folder)
     config = LlamaConfig(
@@ -43,7 +46,7 @@ def write_model(folder: Path, *, layers: int = 2, hidden: int = 128, context: in
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=hidden // 64,
-        num_key_value_heads=1,
+        num_key_value_heads=kv_heads,
         head_dim=64,
         max_position_embeddings=context,
         bos_token_id=first,
@@ -54,3 +57,20 @@ def write_model(folder: Path, *, layers: int = 2, hidden: int = 128, context: in
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
     return model
+
+
+def write_adapter(folder: Path, *, layers: int = 2, hidden: int = 128, rank: int = 4, settings: str = "") -> Path:
+    """A random LoRA adapter in PEFT's form for such a model, without PEFT. Another rank makes another adapter."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(rank)
+    tensors = {}
+    for layer in range(layers):
+        at = f"base_model.model.model.layers.{layer}.mlp.down_proj.lora_"
+        tensors[at + "A.weight"] = torch.randn(rank, 2 * hidden, generator=generator) * 0.2
+        tensors[at + "B.weight"] = torch.randn(hidden, rank, generator=generator) * 0.2
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["down_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    if settings:
+        (folder / "phsa.json").write_text(settings, encoding="utf-8")
+    return folder

@@ -12,6 +12,7 @@ const char* Name(StopReason reason) {
   switch (reason) {
     case StopReason::kEndOfText: return "end of text";
     case StopReason::kStopString: return "stop string";
+    case StopReason::kStopToken: return "stop token";
     case StopReason::kMaxTokens: return "-n reached";
     case StopReason::kContextFull: return "context full";
     case StopReason::kInterrupted: return "interrupted";
@@ -35,12 +36,17 @@ Answer::Answer(const Engine& engine, const GenerateOptions& options, std::functi
       text_(std::move(text)),
       sampler_(options.sampler),
       decoder_(engine.tokenizer()),
-      stops_(options.stops) {}
+      stops_(options.stops) {
+  engine.CheckTokens(options.stop_tokens, "stop_token_ids");
+  std::vector<int32_t> biased;
+  for (const auto& [token, bias] : options.sampler.logit_bias) biased.push_back(token);
+  engine.CheckTokens(biased, "logit_bias");
+}
 
 void Answer::Choose(const LogitsRow& logits, std::span<const int32_t> read) {
   // Models pad their vocabulary: ids that the tokenizer does not have cannot be text.
   const int32_t known = std::min(engine_.config().vocab_size, engine_.tokenizer().vocab_size());
-  next_ = sampler_.Next(logits, known, read);
+  next_ = sampler_.Next(logits, known, read, result_.tokens);
   if (options_.log_probabilities) next_log_probability_ = LogProbability(logits, next_);
 }
 
@@ -68,10 +74,9 @@ bool Answer::Take(int32_t length) {
 }
 
 std::optional<StopReason> Answer::TakeToken(int32_t length) {
-  const auto& eos_ids = engine_.config().eos_ids;
-  if (!options_.ignore_eos && std::find(eos_ids.begin(), eos_ids.end(), next_) != eos_ids.end()) {
-    return StopReason::kEndOfText;
-  }
+  const auto is_one_of = [&](const std::vector<int32_t>& ids) { return std::ranges::find(ids, next_) != ids.end(); };
+  if (!options_.ignore_eos && is_one_of(engine_.config().eos_ids)) return StopReason::kEndOfText;
+  if (is_one_of(options_.stop_tokens)) return StopReason::kStopToken;
   const auto max_tokens = static_cast<size_t>(std::max(0, options_.max_tokens));
   if (result_.tokens.size() >= max_tokens) return StopReason::kMaxTokens;
   result_.tokens.push_back(next_);

@@ -28,12 +28,13 @@ struct GenerateOptions {
   int32_t max_tokens = 512;
   SamplerSettings sampler;
   std::vector<std::string> stops;
+  std::vector<int32_t> stop_tokens = {};  // end an answer as the model's own end tokens do, also with ignore_eos
   bool ignore_eos = false;
   std::optional<int32_t> log_probabilities;  // of the answer's tokens, with this many of the likeliest ones
   bool prompt_log_probabilities = false;     // and of the prompt's, from the second on: all of it is read
 };
 
-enum class StopReason : uint8_t { kEndOfText, kStopString, kMaxTokens, kContextFull, kInterrupted };
+enum class StopReason : uint8_t { kEndOfText, kStopString, kStopToken, kMaxTokens, kContextFull, kInterrupted };
 const char* Name(StopReason reason);  // "end of text", …
 
 struct GenerateResult {

@@ -182,31 +182,78 @@ void Engine::CheckDevice(const LayerSettings& attention) const {
   if (!why.empty()) Throw(PHSA_UNSUPPORTED, "{}; --device cpu runs it", why);
 }
 
-void Engine::SetAttention(const LayerSettings& attention) {
-  if (attention == options_.attention) return;
+struct Engine::Reading {
+  EngineOptions options;
+  MemoryPlan plan;
+  std::vector<uint8_t> punctuation;
+};
+
+Engine::Reading Engine::ReadingWith(const LayerSettings& attention) const {
   CheckAttention(attention, config());
   CheckDevice(attention);
-  EngineOptions options = options_;
-  options.attention = attention;
-  options.context = plan_.context;  // as they were, whatever the new pages weigh
-  options.cache_tokens = plan_.cache_tokens;
-  MemoryPlan plan = MakePlan(*source_, options, device_, backend_options_, threads_.num_threads());
-  plan.available = plan_.available;  // before the weights were loaded
-  CheckFits(plan);
-  std::vector<uint8_t> punctuation = PunctuationFlags(attention);
-  const auto exchange = [&] {
-    std::swap(punctuation_, punctuation);
-    std::swap(options_, options);
-    std::swap(plan_, plan);
-  };
-  exchange();
+  Reading reading;
+  reading.options = options_;
+  reading.options.attention = attention;
+  reading.options.context = plan_.context;  // as they were, whatever the new pages weigh
+  reading.options.cache_tokens = plan_.cache_tokens;
+  reading.plan = MakePlan(*source_, reading.options, device_, backend_options_, threads_.num_threads());
+  reading.plan.available = plan_.available;  // before the weights were loaded
+  CheckFits(reading.plan);
+  reading.punctuation = PunctuationFlags(attention);
+  return reading;
+}
+
+void Engine::Exchange(Reading& other) {
+  std::swap(punctuation_, other.punctuation);
+  std::swap(options_, other.options);
+  std::swap(plan_, other.plan);
+}
+
+void Engine::SetAttention(const LayerSettings& attention) {
+  if (attention == options_.attention) return;
+  Reading reading = ReadingWith(attention);
+  Exchange(reading);
   if (decoder_ == nullptr) return;
   try {
     MakeCache();
   } catch (...) {
     // A device may have less left than it had. The cache as it was fits again.
-    exchange();
+    Exchange(reading);
     MakeCache();
+    throw;
+  }
+}
+
+void Engine::UseAdapter() {
+  decoder_.reset();  // they refer to the backend
+  cache_.reset();
+  if (backend_ != nullptr && backend_->SetAdapter(*source_)) {
+    MakeCache();
+    return;
+  }
+  backend_.reset();  // first give back, then take
+  Load([](double) { return true; });
+}
+
+void Engine::SetAdapter(const std::filesystem::path& folder,
+                        const std::function<LayerSettings(const ModelConfig& config)>& attention) {
+  PHSA_CHECK(decoder_ != nullptr);
+  const std::filesystem::path before = source_->adapter() != nullptr ? source_->adapter()->path() : "";
+  source_->SetAdapter(folder);
+  Reading reading;
+  try {
+    reading = ReadingWith(attention(config()));
+  } catch (...) {
+    source_->SetAdapter(before);
+    throw;
+  }
+  Exchange(reading);
+  try {
+    UseAdapter();
+  } catch (...) {
+    Exchange(reading);
+    source_->SetAdapter(before);
+    UseAdapter();
     throw;
   }
 }

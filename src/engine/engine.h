@@ -3,6 +3,7 @@
 #define PHSA_ENGINE_ENGINE_H_
 
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -72,6 +73,11 @@ class Engine {
   // be gone. The settings that it has already change nothing. Throws phsa::Error, and changes nothing, where the
   // settings do not suit the model.
   void SetAttention(const LayerSettings& attention);
+  // Another adapter for the same weights (empty: none), with `attention` in place of the settings so far. On a GPU,
+  // which adds an adapter to its weights, they are read again. The cache is a new, empty one, as with SetAttention.
+  // Throws phsa::Error, and all is as it was, where the adapter is not for this model.
+  void SetAdapter(const std::filesystem::path& folder,
+                  const std::function<LayerSettings(const ModelConfig& config)>& attention);
   // Another way to read texts beside the engine's, for sequences of its cache. Any thread may call it. Throws
   // phsa::Error where the settings do not suit the model, or their representatives need more room than pages have.
   std::shared_ptr<const TextAttention> MakeAttention(const LayerSettings& attention) const;
@@ -82,6 +88,10 @@ class Engine {
   // One for each token of the model's vocabulary; empty where nothing needs them.
   std::vector<uint8_t> PunctuationFlags(const LayerSettings& attention) const;
   void CheckDevice(const LayerSettings& attention) const;  // throws phsa::Error where it cannot read so
+  struct Reading;                                          // what follows from the attention's settings
+  Reading ReadingWith(const LayerSettings& attention) const;
+  void Exchange(Reading& other);
+  void UseAdapter();  // of source_
   void MakeCache();
   std::unique_ptr<ModelSource> source_;
   EngineOptions options_;

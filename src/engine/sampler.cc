@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 #include "base/errors.h"
 
@@ -18,6 +19,15 @@ void Validate(const SamplerSettings& settings) {
   if (!in(settings.repetition_penalty, 0.01f, 100)) {
     ThrowInvalid("--repeat-penalty is {}; allowed: 0.01 to 100, 1 for none", settings.repetition_penalty);
   }
+  if (!in(settings.frequency_penalty, -2, 2)) {
+    ThrowInvalid("frequency_penalty is {}; allowed: -2 to 2, 0 for none", settings.frequency_penalty);
+  }
+  if (!in(settings.presence_penalty, -2, 2)) {
+    ThrowInvalid("presence_penalty is {}; allowed: -2 to 2, 0 for none", settings.presence_penalty);
+  }
+  for (const auto& [token, bias] : settings.logit_bias) {
+    if (!in(bias, -100, 100)) ThrowInvalid("logit_bias of token {} is {}; allowed: -100 to 100", token, bias);
+  }
 }
 
 void ThrowNoFiniteLogits() {
@@ -27,26 +37,46 @@ void ThrowNoFiniteLogits() {
 Sampler::Sampler(const SamplerSettings& settings) : settings_(settings), random_(settings.seed) { Validate(settings); }
 
 std::vector<TokenLogit> Sampler::Likeliest(const LogitsRow& logits, size_t count, int32_t known,
-                                           std::span<const int32_t> seen) {
-  if (settings_.repetition_penalty == 1) return logits.Top(count, known);
+                                           std::span<const int32_t> seen, std::span<const int32_t> answer) {
+  const bool repetition = settings_.repetition_penalty != 1;
+  const bool counted = settings_.frequency_penalty != 0 || settings_.presence_penalty != 0;
+  if (!repetition && !counted && settings_.logit_bias.empty()) return logits.Top(count, known);
   std::span<const float> all = logits.All();
   all = all.first(std::min(all.size(), static_cast<size_t>(known)));
   logits_.assign(all.begin(), all.end());
-  for (const int32_t id : seen) {
-    if (static_cast<size_t>(id) >= all.size()) continue;  // a prompt may have one that cannot be chosen
-    // Once a token, however often it was seen: from the model's own logit, not from the one already changed.
-    const float logit = all[static_cast<size_t>(id)];
-    logits_[static_cast<size_t>(id)] =
-        logit > 0 ? logit / settings_.repetition_penalty : logit * settings_.repetition_penalty;
+  // A prompt may have tokens that cannot be chosen, and they may be given a bias.
+  const auto choosable = [&](int32_t id) { return static_cast<size_t>(id) < all.size(); };
+  for (const auto& [id, bias] : settings_.logit_bias) {
+    if (choosable(id)) logits_[static_cast<size_t>(id)] += bias;
+  }
+  if (repetition) {
+    biased_ = logits_;
+    for (const int32_t id : seen) {
+      if (!choosable(id)) continue;
+      // Once a token, however often it was seen: from its logit before, not from the one already changed.
+      const float logit = biased_[static_cast<size_t>(id)];
+      logits_[static_cast<size_t>(id)] =
+          logit > 0 ? logit / settings_.repetition_penalty : logit * settings_.repetition_penalty;
+    }
+  }
+  if (counted) {
+    std::map<int32_t, int32_t> counts;
+    for (const int32_t id : answer) ++counts[id];
+    for (const auto& [id, times] : counts) {
+      if (!choosable(id)) continue;
+      logits_[static_cast<size_t>(id)] -=
+          settings_.frequency_penalty * static_cast<float>(times) + settings_.presence_penalty;
+    }
   }
   return HostLogitsRow(logits_).Top(count);
 }
 
-int32_t Sampler::Next(const LogitsRow& logits, int32_t known, std::span<const int32_t> seen) {
+int32_t Sampler::Next(const LogitsRow& logits, int32_t known, std::span<const int32_t> seen,
+                      std::span<const int32_t> answer) {
   PHSA_CHECK(known > 0);
   const bool greedy = settings_.temperature == 0 || settings_.top_k == 1;
   const auto count = static_cast<size_t>(greedy ? 1 : settings_.top_k > 0 ? settings_.top_k : known);
-  std::vector<TokenLogit> candidates = Likeliest(logits, count, known, seen);
+  std::vector<TokenLogit> candidates = Likeliest(logits, count, known, seen, answer);
   const TokenLogit best = candidates.front();
   if (!std::isfinite(best.logit)) ThrowNoFiniteLogits();
   if (greedy) return best.token;

@@ -18,6 +18,9 @@ SamplerSettings ResolveSampling(const SamplingChoice& choice, const ModelConfig&
   choose(choice.top_p, config.top_p, settings.top_p);
   choose(choice.min_p, config.min_p, settings.min_p);
   choose(choice.repetition_penalty, config.repetition_penalty, settings.repetition_penalty);
+  settings.frequency_penalty = choice.frequency_penalty;
+  settings.presence_penalty = choice.presence_penalty;
+  settings.logit_bias = choice.logit_bias;
   settings.seed = choice.seed ? *choice.seed : std::random_device{}();
   Validate(settings);
   return settings;

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "engine/sampler.h"
 #include "io/model_source.h"
@@ -14,6 +16,9 @@ struct SamplingChoice {
   std::optional<float> temperature, top_p, min_p, repetition_penalty;
   std::optional<int32_t> top_k;
   std::optional<uint64_t> seed;  // none: another one each time
+  // No model recommends these.
+  float frequency_penalty = 0, presence_penalty = 0;
+  std::vector<std::pair<int32_t, float>> logit_bias = {};
 };
 
 // Throws phsa::Error naming the setting and what it may be.

@@ -74,16 +74,24 @@ std::unique_ptr<ModelSource> OpenAlone(const std::filesystem::path& path) {
 std::unique_ptr<ModelSource> ModelSource::Open(const std::filesystem::path& path,
                                                const std::filesystem::path& adapter) {
   std::unique_ptr<ModelSource> source = OpenAlone(path);
-  if (adapter.empty()) return source;
-  Adapter::Base base{source->path(), source->config().num_layers, {}};
-  base.shape = [&](const std::string& name) {
-    const Tensor* const tensor = source->Find(name);
-    return tensor != nullptr ? tensor->shape : std::vector<int64_t>();
-  };
-  source->adapter_ = Adapter::Open(adapter, base);
-  const std::string& settings = source->adapter_->phsa_settings();
-  if (!settings.empty()) source->config_.phsa_settings = settings;
+  if (!adapter.empty()) source->SetAdapter(adapter);
   return source;
+}
+
+void ModelSource::SetAdapter(const std::filesystem::path& folder) {
+  std::unique_ptr<Adapter> adapter;
+  if (!folder.empty()) {
+    Adapter::Base base{path_, config_.num_layers, {}};
+    base.shape = [&](const std::string& name) {
+      const Tensor* const tensor = Find(name);
+      return tensor != nullptr ? tensor->shape : std::vector<int64_t>();
+    };
+    adapter = Adapter::Open(folder, base);
+  }
+  if (adapter_ == nullptr) own_settings_ = config_.phsa_settings;
+  adapter_ = std::move(adapter);
+  const bool carries = adapter_ != nullptr && !adapter_->phsa_settings().empty();
+  config_.phsa_settings = carries ? adapter_->phsa_settings() : own_settings_;
 }
 
 }  // namespace phsa

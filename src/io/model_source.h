@@ -71,6 +71,9 @@ class ModelSource {
   static std::unique_ptr<ModelSource> Open(const std::filesystem::path& path,
                                            const std::filesystem::path& adapter = {});
   virtual ~ModelSource() = default;
+  // Another adapter in place of the one that it has; empty: none. The settings that config() carries follow. Throws
+  // phsa::Error, and changes nothing, where the adapter is not for this model.
+  void SetAdapter(const std::filesystem::path& folder);
 
   const ModelConfig& config() const { return config_; }
   const std::string& path() const { return path_; }
@@ -96,6 +99,7 @@ class ModelSource {
   std::string path_, format_, tokenizer_config_, chat_template_;
   uint64_t file_bytes_ = 0;
   std::unique_ptr<Adapter> adapter_;
+  std::string own_settings_;  // config_.phsa_settings without an adapter, while there is one
   std::optional<GgufTokenizer> gguf_tokenizer_;
   std::optional<std::filesystem::path> tokenizer_json_;
 };

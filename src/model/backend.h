@@ -92,6 +92,9 @@ class ModelBackend {
   virtual int32_t device() const = 0;           // phsa_device that plans are made for
   virtual std::string device_name() const = 0;  // "cpu", or what the GPU calls itself
   virtual int32_t max_rows() const = 0;
+  // Exchanges what an adapter adds to the weights for what the adapter of `source`, the model that it was made with,
+  // does; between steps. False: its weights hold the sum, and it has to be made anew; nothing has happened.
+  virtual bool SetAdapter(const ModelSource& /*source*/) { return false; }
   // Throws phsa::Error where the device has not as much. There is one at a time; what was kept of an earlier one, its
   // address included, means nothing any more.
   virtual std::unique_ptr<PageMemory> MakePages(size_t page_bytes, int32_t num_pages) = 0;

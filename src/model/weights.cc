@@ -186,7 +186,7 @@ AdapterSizes SizesOf(const Adapter& adapter, size_t num_layers) {
   return sizes;
 }
 
-void LoadAdapter(const Adapter& adapter, WeightType type, Weights& weights) {
+void ReadAdapter(const Adapter& adapter, WeightType type, Weights& weights) {
   weights.adapter = SizesOf(adapter, weights.layers.size());
   for (size_t layer = 0; layer < weights.layers.size(); ++layer) {
     for (const AdapterGroup& group : AdapterGroups()) {
@@ -336,11 +336,23 @@ Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& thr
     done += place.tensor->bytes;
     if (!progress(static_cast<double>(done) / static_cast<double>(total))) return {};
   }
+  SetAdapter(source, mode, weights);
+  return weights;
+}
+
+void SetAdapter(const ModelSource& source, WeightsMode mode, Weights& weights) {
+  Weights read;  // first all of it, so that nothing is changed where something goes wrong
+  read.layers.resize(weights.layers.size());
   if (source.adapter() != nullptr) {
-    LoadAdapter(*source.adapter(), AdapterType(mode), weights);
+    ReadAdapter(*source.adapter(), AdapterType(mode), read);
     source.adapter()->Release();
   }
-  return weights;
+  weights.adapter = std::move(read.adapter);
+  for (size_t layer = 0; layer < weights.layers.size(); ++layer) {
+    for (const AdapterGroup& group : AdapterGroups()) {
+      weights.layers[layer].*group.adapter = std::move(read.layers[layer].*group.adapter);
+    }
+  }
 }
 
 }  // namespace phsa

@@ -100,6 +100,9 @@ struct WeightsPlan {
 };
 WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode);
 
+// What the adapter of `source` adds, in place of what another one added before; without one, nothing is added.
+void SetAdapter(const ModelSource& source, WeightsMode mode, Weights& weights);
+
 // Reads and packs everything. Throws phsa::Error for missing tensors and wrong shapes. `progress` gets the share done
 // and returns false to stop: then the result is empty.
 using LoadProgress = std::function<bool(double share)>;

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 try:
     import transformers
@@ -36,6 +36,7 @@ from .hook import ForwardHook, find_decoder, punctuation_ids, settings_from_conf
 __all__ = ["PhsaLayer", "disable", "enable", "settings_of"]
 
 NAME = "phsa"
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 def _unwrap(model: nn.Module) -> PreTrainedModel:
@@ -49,7 +50,7 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
 
 
 def enable(
-    model: nn.Module,
+    model: _Model,
     *,
     top_k: int | None = None,
     lam: float | tuple[float, ...] | list[float] | None = None,
@@ -64,7 +65,7 @@ def enable(
     tokenizer: Any = None,
     backend: str = "auto",
     check: bool = True,
-) -> nn.Module:
+) -> _Model:
     """Makes a model attend sparsely, and writes the settings into its configuration, to be saved with it.
 
     What is not given keeps the value that the model's configuration carries, or has the default: the paper's setting
@@ -120,7 +121,7 @@ def enable(
     return model
 
 
-def disable(model: nn.Module) -> nn.Module:
+def disable(model: _Model) -> _Model:
     """Gives a model its own attention back and takes the settings out of its configuration."""
     inner = _unwrap(model)
     decoder = find_decoder(inner)

@@ -215,6 +215,8 @@ def attention_function(
         raise ValueError(
             f"phsa: values have {value.shape[-1]} channels and queries {query.shape[-1]}; allowed: the same"
         )
+    if not hasattr(module, "layer_idx"):
+        raise ValueError(f"phsa: {type(module).__name__} does not know its layer; phsa supports causal decoders only")
     batch = phsa_batch
     settings = batch.settings.for_layer(module.layer_idx)
     scale = default_scale(query.shape[-1]) if scaling is None else float(scaling)

@@ -22,6 +22,8 @@ def _refuse(model: nn.Module, what: str) -> None:
 def check_config(decoder: PreTrainedModel) -> None:
     """What a model says about itself. The attention function checks the rest as it is called."""
     config = decoder.config
+    if getattr(config, "vocab_size", None) is None:
+        _refuse(decoder, "reads no tokens: its configuration has no vocab_size")
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         _refuse(decoder, "has cross attention")
     if getattr(config, "is_causal", True) is False:

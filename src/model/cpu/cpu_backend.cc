@@ -85,6 +85,7 @@ class CpuModelBackend final : public ModelBackend {
   int32_t device() const override { return PHSA_DEVICE_CPU; }
   std::string device_name() const override { return "cpu"; }
   int32_t max_rows() const override { return max_rows_; }
+  bool SetAdapter(const ModelSource& source) override;
   std::unique_ptr<PageMemory> MakePages(size_t page_bytes, int32_t num_pages) override {
     return MakeHostPages(page_bytes, num_pages);
   }
@@ -105,7 +106,8 @@ class CpuModelBackend final : public ModelBackend {
                 std::span<const LinearOutput> outputs);
 
   const ModelConfig& config_;
-  const Weights weights_;
+  const WeightsMode mode_;
+  Weights weights_;
   const int32_t kv_dtype_, max_rows_;
   ThreadPool& threads_;
   const RopeFrequencies rope_;
@@ -123,6 +125,7 @@ class CpuModelBackend final : public ModelBackend {
 CpuModelBackend::CpuModelBackend(const ModelConfig& config, Weights weights, const BackendOptions& options,
                                  ThreadPool& threads)
     : config_(config),
+      mode_(options.weights),
       weights_(std::move(weights)),
       kv_dtype_(options.kv_dtype),
       max_rows_(options.max_rows),
@@ -144,6 +147,15 @@ CpuModelBackend::CpuModelBackend(const ModelConfig& config, Weights weights, con
   linear_workspace_ = Buffer(sizes.linear);
   low_rank_ = Buffer(sizes.low_rank);
   added_ = Buffer(sizes.added);
+}
+
+bool CpuModelBackend::SetAdapter(const ModelSource& source) {
+  phsa::SetAdapter(source, mode_, weights_);
+  const BufferSizes sizes = SizesOf(config_, kv_dtype_, max_rows_, weights_.adapter, threads_.num_threads());
+  linear_workspace_.Reserve(sizes.linear);
+  low_rank_.Reserve(sizes.low_rank);
+  added_.Reserve(sizes.added);
+  return true;
 }
 
 void CpuModelBackend::Begin(const StepRows& rows) {
