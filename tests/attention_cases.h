@@ -88,7 +88,7 @@ inline AttentionData MakeData(const AttentionCase& c) {
   Random random(c.seed);
   AttentionData data;
   // Flat, usual and peaked softmax rows.
-  const float sharpness = OneOf(&random, {0.3f, 1.0f, 3.0f});
+  const float sharpness = OneOf(&random, {0.3f, 1.0f, 3.0f, 30.0f, 300.0f, 3000.0f});
   for (const int32_t len : c.kv_lens) {
     const int64_t kv = int64_t{len} * c.num_kv_heads * c.head_dim;
     data.q.push_back(Normal(&random, kv * c.group, sharpness, c.dtype));

@@ -107,6 +107,24 @@ TEST(Represent, KeepsTheBoundsOfEachChannel) {
   EXPECT_EQ(reps.data, (std::vector<double>{3, -1, 1, -2, 0, 6, -4, 5}));
 }
 
+// The scores themselves: small enough here that their logarithms lose nothing.
+std::vector<double> Score(const Method& method, const Matrix& q, const Matrix& reps, int32_t position) {
+  std::vector<double> scores = LogScores(method, q, reps, position);
+  for (double& x : scores) x = std::exp(x);
+  return scores;
+}
+
+TEST(Score, RanksBlocksThatAreFurtherApartThanNumbersReach) {
+  Method method = Small();
+  const std::vector<double> scores = LogScores(method, Column({1, 1}), Column({0, -3000, -1000, -2000, 5}), 10);
+  EXPECT_NEAR(scores[1], -3005 + std::log(2) - std::log1p(std::exp(-5)), 1e-9);
+  method.top_k = 2;
+  EXPECT_EQ(Select(method, scores, 10), (std::vector<int32_t>{0, 4}));
+  method.init_blocks = 1;
+  method.local_blocks = 1;
+  EXPECT_EQ(Select(method, scores, 10), (std::vector<int32_t>{2, 3}));
+}
+
 TEST(Score, IsTheSoftmaxOverTheBlocksBeforeTheOwnSummedOverTheGroup) {
   Method method = Small();
   // Logits of a head with q = 1: ln 1, ln 2, ln 5; of one with q = 0: all the same.

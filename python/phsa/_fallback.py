@@ -119,7 +119,10 @@ def _weights(
 
 
 def _scores(q: Tensor, reps: Tensor, visible: Tensor, blocks: Blocks, scale: float, group_reduce: str) -> Tensor:
-    """Scores of the blocks: (queries, choosing heads, blocks). What is not visible has a score of -inf."""
+    """Logarithms of the blocks' scores: (queries, choosing heads, blocks); -inf for what is not visible.
+
+    Softmax values may lie further apart than float32 reaches; their logarithms rank them all the same.
+    """
     queries, q_heads, _ = q.shape
     rows, kv_heads, _ = reps.shape
     if blocks.policy == "quest":
@@ -130,9 +133,9 @@ def _scores(q: Tensor, reps: Tensor, visible: Tensor, blocks: Blocks, scale: flo
     score = torch.bmm(grouped, reps.to(q.dtype).permute(1, 2, 0)) * scale
     score = score.view(kv_heads, queries, -1, rows).transpose(0, 1)
     hidden = torch.arange(rows, device=q.device) >= visible[:, None]
-    share = score.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
+    share = score.masked_fill(hidden[:, None, None], -torch.inf).log_softmax(-1)
     if group_reduce == "sum":
-        share = share.sum(2)
+        share = share.logsumexp(2)
     elif group_reduce == "max":
         share = share.amax(2)
     else:
@@ -193,14 +196,14 @@ def select_tile(
     # A stable sort keeps the lower block first among equals; topk promises no order.
     value, order = score.sort(dim=-1, descending=True, stable=True)
     value, order = value[..., :slots], order[..., :slots]
-    # A candidate's score may underflow to 0 but is never -inf, so -inf marks what is not a candidate.
+    # The logarithm of a candidate's score is never -inf, so -inf marks what is not a candidate.
     order = order.masked_fill(value == -torch.inf, score.shape[-1])
     order, rank = order.sort(dim=-1)
     count = order.shape[-1]
     chosen = order < score.shape[-1]
     selection[..., :count] = torch.where(chosen, order, -1).to(selection.dtype)
     if scores is not None:
-        scores[..., :count] = torch.where(chosen, value.gather(-1, rank), 0).to(scores.dtype)
+        scores[..., :count] = torch.where(chosen, value.gather(-1, rank).exp(), 0).to(scores.dtype)
 
 
 def tiles(

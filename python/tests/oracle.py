@@ -10,7 +10,7 @@ import torch
 from phsa import Settings
 
 
-def _representatives(k: np.ndarray, flags: np.ndarray, s: Settings, lam: float) -> np.ndarray:
+def representatives(k: np.ndarray, flags: np.ndarray, s: Settings, lam: float) -> np.ndarray:
     """k: (tokens, head_dim)"""
     m = s.block
     if s.policy == "infllm2-64":
@@ -33,14 +33,18 @@ def _softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum()
 
 
-def _choose(q: np.ndarray, reps: np.ndarray, position: int, s: Settings, scale: float) -> list[int]:
-    """q: (heads that share a choice, head_dim)"""
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    return x - x.max() - math.log(np.exp(x - x.max()).sum())
+
+
+def log_scores(q: np.ndarray, reps: np.ndarray, position: int, s: Settings, scale: float) -> dict[int, float]:
+    """The candidates, with the logarithms of their scores. q: (heads that share a choice, head_dim)"""
     m = s.block
     own = position // m
     init, local = math.ceil(s.init / m), math.ceil(s.local / m)
     candidates = list(range(init, max(init, own - local)))
     if s.policy in ("dense", "streaming") or not candidates or s.top_k == 0 or own * m < s.dense_below:
-        return []
+        return {}
     d = q.shape[1]
     stride, span = (16, 32) if s.policy == "infllm2-64" else (m, m)
     visible = [j for j in range(len(reps)) if stride * j + span <= own * m]
@@ -49,14 +53,16 @@ def _choose(q: np.ndarray, reps: np.ndarray, position: int, s: Settings, scale: 
         score = np.array([np.maximum(h * hi, h * lo).sum(1) for h in q])
     else:
         score = q @ reps[visible].T
-    share = np.array([_softmax(row * scale) for row in score])
-    group = share.max(0) if s.group_reduce == "max" else share.sum(0)
+    share = np.array([_log_softmax(row * scale) for row in score])
+    group = share.max(0) if s.group_reduce == "max" else np.logaddexp.reduce(share)
     if s.policy == "infllm2-64":
-        value = {t: max(group[j] for j in range(max(0, 4 * t - 1), min(4 * t + 4, len(visible)))) for t in candidates}
-    else:
-        value = {t: group[t] for t in candidates}
-    best = sorted(candidates, key=lambda t: (-value[t], t))[: s.top_k]
-    return sorted(best)
+        return {t: max(group[j] for j in range(max(0, 4 * t - 1), min(4 * t + 4, len(visible)))) for t in candidates}
+    return {t: group[t] for t in candidates}
+
+
+def _choose(q: np.ndarray, reps: np.ndarray, position: int, s: Settings, scale: float) -> list[int]:
+    value = log_scores(q, reps, position, s, scale)
+    return sorted(sorted(value, key=lambda t: (-value[t], t))[: s.top_k])
 
 
 def attention(
@@ -76,7 +82,7 @@ def attention(
     out, lse = np.zeros_like(qs), np.zeros(qs.shape[:2])
     lists: list[list[list[int]]] = []
     lams = s.lam if isinstance(s.lam, tuple) else (s.lam,) * ks.shape[1]
-    reps = [_representatives(ks[:, h], marks, s, lams[h]) for h in range(ks.shape[1])]
+    reps = [representatives(ks[:, h], marks, s, lams[h]) for h in range(ks.shape[1])]
     for i in range(len(qs)):
         position = len(ks) - len(qs) + i
         own = position // m

@@ -16,13 +16,19 @@ double Dot(std::span<const double> a, std::span<const double> b) {
   return sum;
 }
 
-// In place; nothing for an empty row.
-void Softmax(std::vector<double>* row) {
+// log(e^a + e^b).
+double LogAdd(double a, double b) {
+  const double largest = std::max(a, b);
+  return std::isinf(largest) ? largest : largest + std::log1p(std::exp(std::min(a, b) - largest));
+}
+
+// The logarithms of the softmax, in place; nothing for an empty row.
+void LogSoftmax(std::vector<double>* row) {
   if (row->empty()) return;
   const double largest = *std::max_element(row->begin(), row->end());
   double sum = 0;
-  for (double& x : *row) sum += x = std::exp(x - largest);
-  for (double& x : *row) x /= sum;
+  for (const double x : *row) sum += std::exp(x - largest);
+  for (double& x : *row) x -= largest + std::log(sum);
 }
 
 void RoundRow(int32_t dtype, std::span<double> row) {
@@ -125,7 +131,7 @@ Matrix Represent(const Method& method, const Matrix& k, std::span<const uint8_t>
   return reps;
 }
 
-std::vector<double> Score(const Method& method, const Matrix& q, const Matrix& reps, int32_t position) {
+std::vector<double> LogScores(const Method& method, const Matrix& q, const Matrix& reps, int32_t position) {
   const int32_t own = position / method.block;
   const bool pooled = method.representation == Representation::kPooled;
   // Rows of reps whose last token lies before the own block.
@@ -136,21 +142,22 @@ std::vector<double> Score(const Method& method, const Matrix& q, const Matrix& r
   }
   PHSA_CHECK(visible <= reps.rows);
 
-  std::vector<double> group(static_cast<size_t>(visible), 0);
+  constexpr double kNone = -std::numeric_limits<double>::infinity();
+  std::vector<double> group(static_cast<size_t>(visible), kNone);
   for (int32_t h = 0; h < q.rows; ++h) {
     std::vector<double> s(static_cast<size_t>(visible));
     for (int32_t t = 0; t < visible; ++t) {
       s[static_cast<size_t>(t)] = Relevance(method, q.Row(h), reps.Row(t)) * method.scale;
     }
-    Softmax(&s);
+    LogSoftmax(&s);
     for (size_t t = 0; t < s.size(); ++t) {
-      group[t] = method.group_reduce == GroupReduce::kMax ? std::max(group[t], s[t]) : group[t] + s[t];
+      group[t] = method.group_reduce == GroupReduce::kMax ? std::max(group[t], s[t]) : LogAdd(group[t], s[t]);
     }
   }
   if (!pooled) return group;
 
   // Max-pooling with window 5, stride 4, pad 1: block B takes the best of the entries that touch it.
-  std::vector<double> blocks(static_cast<size_t>(own), 0);
+  std::vector<double> blocks(static_cast<size_t>(own), kNone);
   for (int32_t block = 0; block < own; ++block) {
     for (int32_t j = std::max(0, 4 * block - 1); j <= 4 * block + 3 && j < visible; ++j) {
       blocks[static_cast<size_t>(block)] = std::max(blocks[static_cast<size_t>(block)], group[static_cast<size_t>(j)]);

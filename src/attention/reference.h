@@ -54,9 +54,10 @@ Method MethodOf(const Settings& settings, int32_t kv_head, int32_t head_dim, int
 Matrix Represent(const Method& method, const Matrix& k, std::span<const uint8_t> flags);
 
 // score: what the query heads that choose together (rows of q) think of each block t before the query's own, init and
-// local blocks included. q: [heads][head_dim]; reps: as Represent returns them, at least those before the own block.
+// local blocks included: the logarithm of the sum (or the largest) of their softmax values, so that scores of any
+// distance are ranked. q: [heads][head_dim]; reps: as Represent returns them, at least those before the own block.
 // Returns [position / block].
-std::vector<double> Score(const Method& method, const Matrix& q, const Matrix& reps, int32_t position);
+std::vector<double> LogScores(const Method& method, const Matrix& q, const Matrix& reps, int32_t position);
 
 // select: the top_k best candidates, ascending. Ties go to the lower block; a score that is no number is the lowest.
 // Empty where the query reads everything because of `dense` or `dense_below`.

@@ -1,5 +1,6 @@
 // The oracle as a backend: gathers rows from wherever they lie, calls the stages, and writes back. One thread, no
 // workspace. It answers to the plan's numbers, as every backend does.
+#include <cmath>
 #include <vector>
 
 #include "attention/plan.h"
@@ -124,7 +125,7 @@ void Select(const PlanImpl& plan, const ForwardParams& params) {
           const int32_t position = seq.first_position() + i;
           const Matrix q =
               LoadHeads(plan, params.q, params.q_token_stride, params.q_head_stride, query, first, choosing);
-          const std::vector<double> scores = reference::Score(method, q, reps, position);
+          const std::vector<double> scores = reference::LogScores(method, q, reps, position);
           const std::vector<int32_t> chosen = reference::Select(method, scores, position);
           const int64_t offset = SelectionOffset(plan, query, first / choosing);
           for (size_t j = 0; j < static_cast<size_t>(plan.top_k); ++j) {
@@ -132,7 +133,7 @@ void Select(const PlanImpl& plan, const ForwardParams& params) {
             params.selection[offset + static_cast<int64_t>(j)] = listed ? chosen[j] : -1;
             if (params.selection_scores == nullptr) continue;
             params.selection_scores[offset + static_cast<int64_t>(j)] =
-                listed ? static_cast<float>(scores[static_cast<size_t>(chosen[j])]) : 0;
+                listed ? static_cast<float>(std::exp(scores[static_cast<size_t>(chosen[j])])) : 0;
           }
         }
       }

@@ -1,4 +1,7 @@
-"""Tests that run under pytest, and as programs without it: a machine with a GPU may have torch and no pytest."""
+"""Tests that run under pytest, and as programs without it: a machine with a GPU may have torch and no pytest.
+
+As programs they add a line "passed failed skipped" to the file that PHSA_TEST_COUNTS names, if it does.
+"""
 
 import itertools
 import os
@@ -11,12 +14,30 @@ except ImportError:
     pytest = None
 
 
+class Skipped(Exception):
+    """What a test raises that cannot run here."""
+
+
+def _count(passed, failed, skipped):
+    if path := os.environ.get("PHSA_TEST_COUNTS"):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{passed} {failed} {skipped}\n")
+
+
 def skip(why, code=1):
     """Ends the file that calls it: skipped under pytest, else as a program with this exit code."""
     if "PYTEST_VERSION" in os.environ:
         pytest.skip(why, allow_module_level=True)
     print(why, file=sys.stderr)
+    _count(0, int(code != 0), int(code == 0))
     sys.exit(code)
+
+
+def skip_test(why):
+    """Ends the test that calls it."""
+    if "PYTEST_VERSION" in os.environ:
+        pytest.skip(why)
+    raise Skipped(why)
 
 
 def over(**values):
@@ -34,7 +55,7 @@ def over(**values):
 def run_tests(namespace, patterns):
     """Runs every test_* of `namespace` whose name and arguments hold one of the patterns; without any, all. Every
     failure is shown, the rest still runs. Returns the exit code."""
-    failed = count = 0
+    failed = skipped = count = 0
     for name, test in list(namespace.items()):
         if not name.startswith("test_"):
             continue
@@ -47,12 +68,17 @@ def run_tests(namespace, patterns):
             print(label, flush=True)
             try:
                 test(**dict(zip(values, chosen, strict=True)))
+            except Skipped as why:
+                skipped += 1
+                print(f"skipped: {why}")
             except (Exception, SystemExit) as error:
                 failed += 1
                 print(f"FAILED {label}")
                 traceback.print_exc(limit=-3)
                 if "CUDA error" in str(error):  # the device answers nothing from then on
                     print("the rest is not run")
+                    _count(count - failed - skipped, failed, skipped)
                     return 1
-    print(f"{count - failed} of {count} passed")
+    print(f"{count - failed - skipped} passed, {failed} failed, {skipped} skipped")
+    _count(count - failed - skipped, failed, skipped)
     return 1 if failed else 0

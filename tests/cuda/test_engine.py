@@ -19,13 +19,15 @@ import random
 import subprocess
 import sys
 import tempfile
+import types
 
 import torch
 import transformers
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench/cuda"), str(ROOT / "tests/cuda")]
-from alone import run_tests, skip  # noqa: E402
+import engine_agreement  # noqa: E402
+from alone import run_tests, skip, skip_test  # noqa: E402
 from engine_bench import byte_tokenizer  # noqa: E402
 from server_bench import Peer, free_port  # noqa: E402
 
@@ -312,24 +314,30 @@ def test_what_the_gpu_cannot_do_is_refused():
 
 
 def test_a_real_model_agrees_with_the_cpu():
+    """Both sides round bf16 in other places, layer after layer, so lists of blocks differ where two are nearly alike;
+    from the same queries and keys the kernels choose the same (test_agreement.py). Measured on SmolLM2-135M and
+    Qwen2.5-Coder-1.5B: 9 to 26 % of the lists, 1.1 to 3.7 % of the blocks (docs/gpu-engine.md); allowed: a third, 5 %.
+    """
     real = os.environ.get("PHSA_TEST_MODEL")
     if real is None:
-        print("skipped: PHSA_TEST_MODEL names no model")
-        return
+        skip_test("PHSA_TEST_MODEL names no model: no real model was compared with the CPU")
     for flags in (["--attention", "dense"], ["--attention", "phsa", "-K", 8]):
         want = perplexity(real, "-c", 4096, *flags, *ROUNDED)
         got = perplexity(real, "-c", 4096, *flags, *GPU)
         print(flags, "ppl", got["ppl"], "on the CPU", want["ppl"])
         assert abs(got["ppl"] / want["ppl"] - 1) < 0.005
-    question = ["-f", TEXT, "-p", "What is this text about?", "-n", 32, "--temp", 0, "-c", 8192]
-    cut = pathlib.Path(FOLDER.name) / "text.txt"
-    cut.write_text(TEXT.read_text(encoding="utf-8")[:12000], encoding="utf-8")
-    question[1] = cut
-    for flags in (["--attention", "dense"], ["--attention", "phsa", "-K", 16]):
-        answers = [run("run", "-m", real, *question, *flags, *where).stdout.split() for where in (ROUNDED, GPU)]
-        same = next((i for i, pair in enumerate(zip(*answers, strict=False)) if pair[0] != pair[1]), len(answers[0]))
-        print(flags, f"the first {same} words of {len(answers[0])} are the CPU's:", " ".join(answers[1]))
-        assert same >= 4
+    both = types.SimpleNamespace(model=real, answer=32, queries=32)
+    with server(real, ROUNDED) as cpu, server(real, [*GPU, "--weights", "bf16"]) as gpu:
+        tokens = cpu.post("/tokenize", {"content": TEXT.read_text(encoding="utf-8")})["tokens"][:3500]
+        for attention in ("dense", "infllm2", "phsa"):
+            how = {"attention": attention, "top_k": 8, "init": 16, "local": 128}
+            row = engine_agreement.compare(cpu, gpu, tokens, how, both)
+            print(row)
+            assert row["mean_difference"] < 0.1
+            assert row.get("behind", 0) < 0.5  # of the first token of an answer that differs
+            if attention != "dense":
+                assert row["differing_blocks"] < 0.05 * row["blocks"]
+                assert row["differing_lists"] < row["lists"] / 3
 
 
 if __name__ == "__main__":

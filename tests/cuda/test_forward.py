@@ -65,7 +65,7 @@ def test_forward_matches_the_reference(name, dtype, architecture):
             want = fk.reference_reps(f, s)
             assert fk.relative_error(f.rep_rows(s), want) < (3e-3 if dtype == torch.bfloat16 else 4e-4)
         checked, differing, gap = fk.check_selection(f, s, queries)
-        assert gap < 1e-4, f"{differing} of {checked} lists differ, by up to {gap}"
+        assert gap < 1, f"{differing} of {checked} lists differ, by up to {gap} times what rounding allows"
         want, lse = fk.reference_attention(f, s, queries)
         rows = [f.q_starts[s] + i for i in queries]
         assert fk.relative_error(f.out[rows], want) < (6e-3 if dtype == torch.bfloat16 else 1e-3)
@@ -118,7 +118,7 @@ def test_one_sharp_score_is_always_found(architecture):
     f = fk.Forward(LIBRARY, q, k, v, lens, init=16, local=64, top_k=4)
     f.run()
     checked, _, gap = fk.check_selection(f, 0, range(8980, 9000))
-    assert checked == 40 and gap < 1e-4
+    assert checked == 40 and gap < 1
     assert (f.selection[8999] == 100).any(1).all()
 
 
@@ -159,12 +159,21 @@ def test_bounds_far_above_the_scores_lose_no_block(architecture, heads):
     f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=16)
     f.run()
     checked, _, gap = fk.check_selection(f, 0, range(length - 40, length, 5))
-    assert checked == 8 * heads_kv and gap < 1e-3
+    assert checked == 8 * heads_kv and gap < 1
 
 
-@over(architecture=ARCHITECTURES, highest=["end", "middle", "beginning"], heads=[(4, 2), (12, 2)])
-def test_scores_that_keep_growing_are_ranked_right(architecture, highest, heads):
-    """What the kernels keep of blocks is relative to scores that are left far behind, time and again."""
+@over(
+    architecture=ARCHITECTURES,
+    highest=["end", "middle", "beginning"],
+    heads=[(4, 2), (12, 2)],
+    growing=["half of the heads", "all heads"],
+)
+def test_scores_that_keep_growing_are_ranked_right(architecture, highest, heads, growing):
+    """What the kernels keep of blocks is relative to scores that are left far behind, time and again. Where all heads
+    agree, most blocks' scores are no numbers of f32.
+
+    By `rounding`, scores of 106 may be off by 8e-4, those of 12 that the other tests have by 9e-5.
+    """
     LIBRARY.phsa_cuda_set_architecture(architecture)
     length = 12288
     lens = [(length, length)]
@@ -174,11 +183,59 @@ def test_scores_that_keep_growing_are_ranked_right(architecture, highest, heads)
     k *= 0.2
     k[:, :, 0] += 12 * ramp[:, None].to(k.dtype)
     q *= 0.2
-    q[:, ::2, 0] += 100  # 150 powers of two from the lowest block to the highest; the other heads hardly mind
+    # 150 powers of two from the lowest block to the highest; the other heads hardly mind
+    q[:, :: 2 if growing.startswith("half") else 1, 0] += 100
     f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=16)
     f.run()
-    checked, _, gap = fk.check_selection(f, 0, range(0, length, 601))
-    assert checked > 30 and gap < 2e-2
+    checked, differing, gap = fk.check_selection(f, 0, range(0, length, 601))
+    assert checked > 30 and gap < 1, f"{differing} of {checked} lists differ, by up to {gap} times what rounding allows"
+
+
+@over(
+    architecture=ARCHITECTURES,
+    heads=[(4, 4, 128), (4, 2, 128), (9, 3, 64), (12, 2, 128), (16, 1, 64)],
+    group_reduce=["sum", "max", "none"],
+    sharpness=[30, 300, 3000],
+)
+def test_scores_further_apart_than_f32_reaches_are_ranked_right(architecture, heads, group_reduce, sharpness):
+    """Up to thousands of powers of two between neighbouring blocks: all but a few softmax values are zero in f32."""
+    LIBRARY.phsa_cuda_set_architecture(architecture)
+    heads_q, heads_kv, dim = heads
+    lens = [(2600, 2600), (70, 1900)]
+    q, k, v, flags = fk.make_inputs(lens, heads_q, heads_kv, dim, torch.bfloat16)
+    q *= sharpness
+    settings = dict(init=16, local=64, top_k=12, group_reduce=group_reduce, flags=flags)
+    f = fk.Forward(LIBRARY, q, k, v, lens, want_scores=sharpness == 300, **settings)
+    f.run()
+    for s, (q_len, _) in enumerate(lens):
+        checked, differing, gap = fk.check_selection(f, s, range(q_len - 1, 0, -(q_len // 23)))
+        assert checked >= 20 and gap < 1, f"{differing} of {checked} differ, by up to {gap} times what rounding allows"
+    want = f.selection.clone()
+    f.select()
+    assert torch.equal(f.selection, want)
+
+
+@over(architecture=ARCHITECTURES, top_k=[3, 16, 64])
+def test_tiny_scores_far_behind_a_large_one_are_ranked_right(architecture, top_k):
+    """One local block has all of the softmax; what is chosen has scores of e^-1000 and less, and equal ones go to the
+    lower block."""
+    LIBRARY.phsa_cuda_set_architecture(architecture)
+    lens = [(6000, 6000)]
+    q, k, v, _ = fk.make_inputs(lens, 4, 2, 128, torch.bfloat16)
+    k[5960:5976, :, :] = 0
+    k[5960:5976, :, 0] = 400
+    q[:, :, 0] = 40
+    k[1600:1616] = k[3200:3216]  # blocks 100 and 200 are alike
+    k[1600:1616, :, 0] += 1
+    k[3200:3216, :, 0] += 1
+    f = fk.Forward(LIBRARY, q, k, v, lens, init=16, local=64, top_k=top_k)
+    f.run()
+    checked, differing, gap = fk.check_selection(f, 0, range(5984, 6000))
+    assert checked == 32 and gap < 1, (
+        f"{differing} of {checked} lists differ, by up to {gap} times what rounding allows"
+    )
+    chosen = f.selection[5984:]
+    assert ((chosen == 100).any(-1) >= (chosen == 200).any(-1)).all()
 
 
 @over(architecture=ARCHITECTURES)

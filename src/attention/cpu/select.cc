@@ -3,11 +3,15 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "base/dtype.h"
 
 namespace phsa::cpu {
 namespace {
+
+// Below this a group's score may miss heads that f32 has no numbers for: such blocks are ranked by logarithms.
+constexpr float kLeastScore = 0x1p-90f;
 
 // weight_i = lambda / m + (1 - lambda) · flag_i / count; 1 / m for a block without punctuation, to the bit what mean
 // pooling gives.
@@ -117,15 +121,113 @@ void RepQuery(const Call& call, const void* q, uint32_t* dst, const uint32_t** r
   if (plan.representation == Representation::kBounds) SplitSigns(plan, q, call.products.per_word, dst);
 }
 
-// infllm2-64: block B takes the best of entries 4B - 1 … 4B + 3 that the query sees.
+// infllm2-64: block B takes the best of entries 4B - 1 … 4B + 3 that the query sees: [first, end).
+std::pair<int32_t, int32_t> PooledEntries(int32_t block, int32_t visible, int32_t per_block) {
+  return {std::max(0, per_block * block - 1), std::min(visible, per_block * (block + 1))};
+}
 void PoolOntoBlocks(const float* entries, int32_t visible, int32_t begin, int32_t end, int32_t per_block,
                     float* blocks) {
   for (int32_t b = begin; b < end; ++b) {
-    const int32_t first = std::max(0, per_block * b - 1), last = std::min(visible - 1, per_block * b + per_block - 1);
-    float best = -1.0f;
-    for (int32_t j = first; j <= last; ++j) best = std::max(best, entries[j]);
+    const auto [from, to] = PooledEntries(b, visible, per_block);
+    float best = -HUGE_VALF;
+    for (int32_t j = from; j < to; ++j) best = std::max(best, entries[j]);
     blocks[b] = best;
   }
+}
+
+// Raw scores of rows [first, first + rows) of scratch.rep_query_ptrs over the first `visible` representatives;
+// scratch.rep_score_ptrs says where they lie.
+void ScoreRows(const Call& call, const Tile& tile, const TileScratch& scratch, int32_t first, int32_t rows,
+               int32_t visible) {
+  const PlanImpl& plan = call.plan;
+  const PlanSequence& seq = plan.seqs[tile.seq];
+  const int32_t panels = (visible + kPanel - 1) / kPanel;
+  const int64_t panel_size = int64_t{call.rep_words} * kPanel;
+  const int64_t packed = call.shared.panel_starts[tile.seq];
+  for (int32_t p = 0; p < panels; p += 4) {
+    const int32_t n = std::min(4, panels - p);
+    const uint32_t* source = scratch.rep_panels;
+    if (packed >= 0) {
+      source = call.shared.panels + packed + (int64_t{tile.kv_head} * PaddedReps(plan, seq) / kPanel + p) * panel_size;
+    } else {
+      for (int32_t i = 0; i < n; ++i) {
+        PackRepPanel(call, tile.seq, tile.kv_head, p + i, scratch.rep_rows, scratch.rep_panels + i * panel_size);
+      }
+    }
+    for (int32_t r = first; r < first + rows; ++r) {
+      scratch.rep_score_ptrs[r] = scratch.rep_scores + int64_t{r} * call.shape.padded_reps + p * kPanel;
+    }
+    call.products.dot(scratch.rep_query_ptrs + first, rows, source, n, call.rep_words, scratch.rep_score_ptrs + first);
+  }
+  for (int32_t r = first; r < first + rows; ++r) {
+    scratch.rep_score_ptrs[r] = scratch.rep_scores + int64_t{r} * call.shape.padded_reps;
+  }
+}
+
+// Chooses `count` of the candidates [first, last) by the logarithms (base 2) of their scores, for the heads in rows
+// [row, row + heads); their weights are still in scratch.rep_weights. Returns the scores by block, right for what is
+// chosen. Rare: their exponentials were too small for f32.
+const float* ChooseByLogs(const Call& call, const Tile& tile, const TileScratch& scratch, int32_t row, int32_t heads,
+                          int32_t visible, int32_t first, int32_t last, int32_t count, int32_t* out) {
+  const PlanImpl& plan = call.plan;
+  const bool pooled = plan.representation == Representation::kPooled;
+  const int32_t per_block = plan.block / kPoolStride;
+  ScoreRows(call, tile, scratch, row, heads, visible);
+  // A block's score is at least its largest head's, and at most `heads` times that.
+  std::fill_n(scratch.group_scores, visible, -HUGE_VALF);
+  for (int32_t h = row; h < row + heads; ++h) {
+    float* s = scratch.rep_score_ptrs[h];
+    const double factor = plan.scale * kLog2E;
+    const double lse = *std::max_element(s, s + visible) * factor - std::log2(double{scratch.rep_weights[h]});
+    for (int32_t t = 0; t < visible; ++t) {
+      s[t] = static_cast<float>(s[t] * factor - lse);
+      if (s[t] > scratch.group_scores[t]) scratch.group_scores[t] = s[t];
+    }
+  }
+  float* values = scratch.group_scores;
+  if (pooled) {
+    values = scratch.block_scores;
+    PoolOntoBlocks(scratch.group_scores, visible, first, last, per_block, values);
+  }
+  const auto choose = [&] {
+    call.kernels.top_k(values, first, last, count, scratch.candidates, out);
+    float least = values[out[0]];
+    for (int32_t j = 1; j < count; ++j) least = std::min(least, values[out[j]]);
+    return least;
+  };
+  float base = choose();
+  if (heads > 1 && plan.settings.group_reduce != GroupReduce::kMax && base > -HUGE_VALF) {
+    // Of what may still be among the best, the sums over the heads; relative to the worst of the first choice, so that
+    // no bit is lost.
+    const float reach = base - std::log2(static_cast<float>(heads)) - 0.01f;
+    const auto sum = [&](int32_t t) {
+      double top = -HUGE_VAL, total = 0;
+      for (int32_t h = row; h < row + heads; ++h) top = std::max(top, double{scratch.rep_score_ptrs[h][t]});
+      for (int32_t h = row; h < row + heads; ++h) total += std::exp2(scratch.rep_score_ptrs[h][t] - top);
+      return top + std::log2(total);
+    };
+    for (int32_t t = first; t < last; ++t) {
+      if (values[t] < reach) {
+        values[t] = -HUGE_VALF;
+        continue;
+      }
+      double best = -HUGE_VAL;
+      if (pooled) {
+        const auto [begin, end] = PooledEntries(t, visible, per_block);
+        for (int32_t j = begin; j < end; ++j) {
+          if (scratch.group_scores[j] >= reach) best = std::max(best, sum(j));
+        }
+      } else {
+        best = sum(t);
+      }
+      values[t] = best > -HUGE_VAL ? static_cast<float>(best - base) : -HUGE_VALF;  // no number: the last
+    }
+    choose();
+  } else {
+    base = 0;
+  }
+  for (int32_t j = 0; j < count; ++j) values[out[j]] = std::exp2(values[out[j]] + base);
+  return values;
 }
 
 // Queries [begin, end) of the tile lie in one block b.
@@ -139,36 +241,17 @@ void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratc
   const int32_t count = plan.BelowDense(b) ? 0 : std::min(last - first, plan.top_k);
   const bool score = count > 0 && (last - first > plan.top_k || params.selection_scores != nullptr);
   const int32_t rows = (end - begin) * plan.group;
+  const int32_t visible = plan.VisibleRepRows(b);
 
   if (score) {
-    const int32_t visible = plan.VisibleRepRows(b);
-    const int32_t panels = (visible + kPanel - 1) / kPanel;
     for (int32_t r = 0; r < rows; ++r) {
       const int64_t query = seq.q_start + begin - seq.first_position() + r / plan.group;
       const int64_t head = int64_t{tile.kv_head} * plan.group + r % plan.group;
       const void* q = At(params.q, plan.dtype, query * params.q_token_stride + head * params.q_head_stride);
       RepQuery(call, q, scratch.rep_queries + int64_t{r} * plan.rep_width, &scratch.rep_query_ptrs[r]);
     }
-    const int64_t panel_size = int64_t{call.rep_words} * kPanel;
-    const int64_t packed = call.shared.panel_starts[tile.seq];
-    for (int32_t p = 0; p < panels; p += 4) {
-      const int32_t n = std::min(4, panels - p);
-      const uint32_t* source = scratch.rep_panels;
-      if (packed >= 0) {
-        source =
-            call.shared.panels + packed + (int64_t{tile.kv_head} * PaddedReps(plan, seq) / kPanel + p) * panel_size;
-      } else {
-        for (int32_t i = 0; i < n; ++i) {
-          PackRepPanel(call, tile.seq, tile.kv_head, p + i, scratch.rep_rows, scratch.rep_panels + i * panel_size);
-        }
-      }
-      for (int32_t r = 0; r < rows; ++r) {
-        scratch.rep_score_ptrs[r] = scratch.rep_scores + int64_t{r} * shape.padded_reps + p * kPanel;
-      }
-      call.products.dot(scratch.rep_query_ptrs, rows, source, n, call.rep_words, scratch.rep_score_ptrs);
-    }
+    ScoreRows(call, tile, scratch, 0, rows, visible);
     for (int32_t r = 0; r < rows; ++r) {
-      scratch.rep_score_ptrs[r] = scratch.rep_scores + int64_t{r} * shape.padded_reps;
       scratch.rep_weights[r] =
           1.0f / call.kernels.exponentials(scratch.rep_score_ptrs[r], visible, plan.scale * kLog2E);
     }
@@ -181,10 +264,9 @@ void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratc
       int32_t* out = scratch.lists_of_tile + list * shape.slots;
       scratch.list_counts[list] = count;
       const float* scores = nullptr;
+      const int32_t row = (query - begin) * plan.group + unit * heads;
       if (score) {
-        const int32_t row = (query - begin) * plan.group + unit * heads;
         const bool pooled = plan.representation == Representation::kPooled;
-        const int32_t visible = plan.VisibleRepRows(b);
         call.kernels.group_scores(scratch.rep_score_ptrs + row, scratch.rep_weights + row, heads,
                                   plan.settings.group_reduce == GroupReduce::kMax, pooled ? 0 : first,
                                   pooled ? visible : last, scratch.group_scores);
@@ -196,6 +278,11 @@ void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratc
       }
       if (last - first > plan.top_k && count > 0) {
         call.kernels.top_k(scores, first, last, count, scratch.candidates, out);
+        float least = scores[out[0]];
+        for (int32_t j = 1; j < count; ++j) least = std::min(least, scores[out[j]]);
+        if (least < kLeastScore) {
+          scores = ChooseByLogs(call, tile, scratch, row, heads, visible, first, last, count, out);
+        }
       } else {
         for (int32_t j = 0; j < count; ++j) out[j] = first + j;
       }

@@ -6,6 +6,7 @@
 // instructions want them: nothing is staged in shared memory. Splits depend on shapes alone, never on the batch, and
 // merges run in a fixed order: the result of a sequence has the same bits in any batch.
 #include <algorithm>
+#include <cfloat>
 #include <climits>
 #include <cmath>
 
@@ -24,10 +25,13 @@ constexpr int kMaxGroup = 16;
 constexpr int kMaxSplits = 128;       // of Attend
 constexpr int kCachedScores = 32768;  // candidates whose scores TopK keeps in shared memory (128 KiB)
 constexpr int kDigitBits = 11;
+// Below this a group's score may miss heads that f32 has no numbers for: such blocks are ranked by logarithms.
+constexpr float kLeastScore = 0x1p-90f;
 
 struct Workspace {
   float* scores;         // [seq][kv_head][group][score_stride], times log2(e)
   float2* sums;          // [seq][kv_head][group][score_stride / kWarpReps]: maximum and sum of exponentials
+  uint32_t* group;       // [seq][kv_head][score_stride], where shared memory has no room for a group's scores
   int32_t* selection;    // [seq][kv_head][top_k]
   float* partial;        // [seq][kv_head][split][group][head_dim]
   float2* partial_sums;  // [seq][kv_head][split][group]
@@ -66,6 +70,8 @@ size_t Layout(const DecodeParams& p, Workspace* w) {
   const size_t score_rows = Chooses(p) ? pairs * group : 0;
   w->scores = reinterpret_cast<float*>(take(score_rows * w->score_stride * sizeof(float)));
   w->sums = reinterpret_cast<float2*>(take(score_rows * (w->score_stride / kWarpReps) * sizeof(float2)));
+  const size_t group_rows = score_rows > 0 && all_blocks > kCachedScores ? pairs : 0;
+  w->group = reinterpret_cast<uint32_t*>(take(group_rows * w->score_stride * sizeof(uint32_t)));
   w->selection = reinterpret_cast<int32_t*>(take(pairs * m.top_k * sizeof(int32_t)));
   w->partial = reinterpret_cast<float*>(take(pairs * w->splits * group * p.head_dim * sizeof(float)));
   w->partial_sums = reinterpret_cast<float2*>(take(pairs * w->splits * group * sizeof(float2)));
@@ -261,9 +267,15 @@ __device__ int ExclusiveScan(int value, int* warp_totals) {
   return before + inclusive - value;
 }
 
+// An integer that orders logarithms of scores; those that are no numbers come last.
+__device__ __forceinline__ uint32_t OrderedBits(float log_score) {
+  const uint32_t bits = __float_as_uint(fmaxf(log_score, -FLT_MAX));
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
 // One thread block per sequence and KV head. Group scores are sums of softmax values, so they are not negative and
 // their bits order them: a radix search over the bits finds the K-th best, and only blocks with exactly that score need
-// the tie rule.
+// the tie rule. Where the K-th best is too small a number to trust, the search runs again over logarithms.
 __global__ void __launch_bounds__(kTopKThreads, 1) TopKKernel(const __grid_constant__ DecodeParams p, Workspace w) {
   constexpr int kBins = 1 << kDigitBits;
   static_assert(kBins == 2 * kTopKThreads);
@@ -291,7 +303,7 @@ __global__ void __launch_bounds__(kTopKThreads, 1) TopKKernel(const __grid_const
 
   const int group = p.num_q_heads / p.num_kv_heads;
   const int count = reach.candidates();
-  float* const scores = w.scores + pair * group * w.score_stride + reach.candidate_begin;
+  const float* const scores = w.scores + pair * group * w.score_stride + reach.candidate_begin;
   // Raw scores of four heads and eight candidates a thread at a time: one latency for all. The first do not wait for
   // the sums.
   constexpr int kHeads = 4, kAtOnce = 8;
@@ -338,8 +350,8 @@ __global__ void __launch_bounds__(kTopKThreads, 1) TopKKernel(const __grid_const
   if (tid == 0) taken = 0;
   __syncthreads();
 
-  // A thread reads back only what it wrote itself. Where shared memory is too small the first head's row takes them.
-  uint32_t* const values = count <= kCachedScores ? cached : reinterpret_cast<uint32_t*>(scores);
+  // A thread reads back only what it wrote itself.
+  uint32_t* const values = count <= kCachedScores ? cached : w.group + pair * w.score_stride;
   for (int base = tid; base < count; base += kAtOnce * kTopKThreads) {
     float total[kAtOnce] = {};
     for (int h0 = 0; h0 < group; h0 += kHeads) {
@@ -360,32 +372,48 @@ __global__ void __launch_bounds__(kTopKThreads, 1) TopKKernel(const __grid_const
     }
   }
 
-  uint32_t prefix = 0, mask = 0;
-  int need = top_k;
-  bool whole_digit = false;
-  for (int shift = 32 - kDigitBits; !whole_digit && mask != 0xffffffffu; shift = max(0, shift - kDigitBits)) {
-    const uint32_t digit_mask = mask == 0 ? 0xffffffffu << shift : ~mask & (0xffffffffu << shift);
-    histogram[tid] = 0;
-    histogram[tid + kTopKThreads] = 0;
-    __syncthreads();
+  uint32_t prefix, mask;
+  int need;
+  bool whole_digit;
+#pragma unroll 1
+  for (bool logs = false;; logs = true) {
+    prefix = mask = 0;
+    need = top_k;
+    whole_digit = false;
+    for (int shift = 32 - kDigitBits; !whole_digit && mask != 0xffffffffu; shift = max(0, shift - kDigitBits)) {
+      const uint32_t digit_mask = mask == 0 ? 0xffffffffu << shift : ~mask & (0xffffffffu << shift);
+      histogram[tid] = 0;
+      histogram[tid + kTopKThreads] = 0;
+      __syncthreads();
+      for (int i = tid; i < count; i += kTopKThreads) {
+        const uint32_t value = values[i];
+        if ((value & mask) == prefix) atomicAdd(&histogram[(value & digit_mask) >> shift], 1);
+      }
+      __syncthreads();
+      const int upper = histogram[kBins - 1 - 2 * tid], lower = histogram[kBins - 2 - 2 * tid];
+      const int above = ExclusiveScan(upper + lower, warp_totals);
+      if (above < need && need <= above + upper + lower) {
+        const bool in_upper = need <= above + upper;
+        digit = kBins - 1 - 2 * tid - (in_upper ? 0 : 1);
+        digit_count = in_upper ? upper : lower;
+        still_needed = need - above - (in_upper ? 0 : upper);
+      }
+      __syncthreads();
+      prefix |= static_cast<uint32_t>(digit) << shift;
+      mask |= digit_mask;
+      need = still_needed;
+      whole_digit = digit_count == need;
+    }
+    // The K-th best score is at least the prefix.
+    if (logs || prefix >= __float_as_uint(kLeastScore)) break;
     for (int i = tid; i < count; i += kTopKThreads) {
-      const uint32_t value = values[i];
-      if ((value & mask) == prefix) atomicAdd(&histogram[(value & digit_mask) >> shift], 1);
+      float top = -INFINITY, sum = 0;
+      for (int h = 0; h < group; ++h)
+        top = fmaxf(top, scores[h * static_cast<int64_t>(w.score_stride) + i] - log_sums[h]);
+      for (int h = 0; h < group; ++h)
+        sum += Exp2(scores[h * static_cast<int64_t>(w.score_stride) + i] - log_sums[h] - top);
+      values[i] = OrderedBits(p.group_reduce == PHSA_GROUP_MAX ? top : top + log2f(sum));
     }
-    __syncthreads();
-    const int upper = histogram[kBins - 1 - 2 * tid], lower = histogram[kBins - 2 - 2 * tid];
-    const int above = ExclusiveScan(upper + lower, warp_totals);
-    if (above < need && need <= above + upper + lower) {
-      const bool in_upper = need <= above + upper;
-      digit = kBins - 1 - 2 * tid - (in_upper ? 0 : 1);
-      digit_count = in_upper ? upper : lower;
-      still_needed = need - above - (in_upper ? 0 : upper);
-    }
-    __syncthreads();
-    prefix |= static_cast<uint32_t>(digit) << shift;
-    mask |= digit_mask;
-    need = still_needed;
-    whole_digit = digit_count == need;
   }
 
   for (int i = tid; i < count; i += kTopKThreads) {

@@ -6,7 +6,8 @@
 //  2. Choose: those give an upper bound of a group's score at each subset. Only subsets whose bound reaches a threshold
 //     are scored again, four at a time, by the warp that owns their 16 rows. The threshold is a guess from the K-th
 //     largest bound; where at least K blocks are found that reach it, it was low enough, and the best K of those are
-//     the best of all. Where not, which is rare, it is lowered.
+//     the best of all. Where not, which is rare, it is lowered. Where the K-th best score is hardly a number of f32 any
+//     more, which is rarer still, all candidates are scored once more and ranked by the logarithms of their scores.
 //
 // A unit is 16 rows, the M of one tensor-core product: kPadded heads (the group rounded up to a power of two) × 16 /
 // kPadded queries, row = head · queries + query. The windows of 64 representatives lie in shared memory in such an
@@ -14,6 +15,7 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <cfloat>
 
 #include "device.cuh"
 #include "wgmma.cuh"
@@ -35,6 +37,8 @@ constexpr float kMostWeight = 0x1p28f;
 constexpr int kCodeBits = 5;  // of a bfloat16 that are dropped
 constexpr int kCodeExponent = 92;
 constexpr uint32_t kLeastCode = 4;
+// Below this a group's score may miss heads that f32 has no numbers for: such blocks are ranked by logarithms.
+constexpr float kLeastScore = 0x1p-90f;
 constexpr float kUp = 1.0f / 64;  // bounds are larger by this: both kernels round, and bounds are sums of bfloat16
 
 struct Group {
@@ -549,6 +553,15 @@ __device__ __forceinline__ int32_t KeyBlock(uint64_t key) {
 }
 __device__ __forceinline__ float KeyScore(uint64_t key) { return __uint_as_float(static_cast<uint32_t>(key >> 32)); }
 
+// The logarithm (base 2) of a score, at most 4, as a positive number in the same order: no bit of 8 - it is lost. Those
+// that are no numbers, or -inf, come last.
+__device__ __forceinline__ float RankOfLog(float log_score) {
+  return __uint_as_float(0x7FFFFFFFu - __float_as_uint(fminf(8.0f - log_score, FLT_MAX)));
+}
+__device__ __forceinline__ float LogOfRank(float rank) {
+  return 8.0f - __uint_as_float(0x7FFFFFFFu - __float_as_uint(rank));
+}
+
 // One warp keeps the best `keep` of `count` (at most kCandidates) candidates, best first.
 __device__ inline void KeepBest(uint64_t* candidates, int count, int keep, int lane) {
   constexpr int kPer = kCandidates / 32;
@@ -790,13 +803,15 @@ __device__ __forceinline__ float PruneAll(uint64_t* candidates, int list_keys, i
   return drops ? worst : floor;
 }
 
-// A warp's shared memory: candidates (before them, the histogram), their counts, the subsets to score, and which were.
+// A warp's shared memory: candidates (before them, the histogram), their counts, queries that are ranked by logarithms,
+// the subsets to score, and which were.
 struct ChooseShared {
-  int counts, list, taken, bytes;  // where they begin, and the end
+  int counts, faint, list, taken, bytes;  // where they begin, and the end
   __host__ __device__ constexpr ChooseShared(int queries, int list_keys, int windows)
       : counts(queries * list_keys * 8 > 32 * (kBins / (32 / queries) + 4) * 4 ? queries * list_keys * 8
                                                                                : 32 * (kBins / (32 / queries) + 4) * 4),
-        list(counts + 64),
+        faint(counts + 64),
+        list(faint + 80),
         taken(list + (kList + 4) * 4),
         bytes(taken + (windows + 7) / 8 * 16) {}
 };
@@ -864,6 +879,10 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
   uint8_t* own_shared = shared + warp * layout.bytes;
   uint64_t* candidates = reinterpret_cast<uint64_t*>(own_shared);
   int* counts = reinterpret_cast<int*>(own_shared + layout.counts);
+  // [query]: whether its K-th best score is too small to trust; and whether this is the last try, in which such queries
+  // rank by logarithms: kept in a register, that would spill.
+  int* faint = reinterpret_cast<int*>(own_shared + layout.faint);
+  volatile int* by_logs = faint + 16;
   int32_t* list = reinterpret_cast<int32_t*>(own_shared + layout.list);
   uint32_t* taken = reinterpret_cast<uint32_t*>(own_shared + layout.taken);
 
@@ -1123,23 +1142,34 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       }
       uint32_t found = 0;
       float scores[kFollowed][4];  // [followed query][product · 2 + column]
+      const bool logs = *by_logs != 0;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float p0 = Exp2(fmaf(acc[i][j] + more[i][j], scale2, -lse0));
-          const float p1 = Exp2(fmaf(acc[i][2 + j] + more[i][2 + j], scale2, -lse1));
+      for (int m = 0; m < 4; ++m) {
+        const int i = m / 2, j = m % 2;
+        const float x0 = fmaf(acc[i][j] + more[i][j], scale2, -lse0);
+        const float x1 = fmaf(acc[i][2 + j] + more[i][2 + j], scale2, -lse1);
+        if (__builtin_expect(logs, 0)) {
           if constexpr (kPadded == 1) {
-            scores[0][2 * i + j] = p0;
-            scores[kFollowed - 1][2 * i + j] = p1;
+            scores[0][m] = RankOfLog(x0);
+            scores[kFollowed - 1][m] = RankOfLog(x1);
           } else {
-            scores[0][2 * i + j] = shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1);
+            const float top = GroupMax<kPadded>(fmaxf(x0, x1));
+            const float sum = GroupSum<kPadded>(Exp2(x0 - top) + Exp2(x1 - top));
+            scores[0][m] = RankOfLog(shape.group_max ? top : top + log2f(sum));
           }
+        } else {
+          const float p0 = Exp2(x0), p1 = Exp2(x1);
+          if constexpr (kPadded == 1) {
+            scores[0][m] = p0;
+            scores[kFollowed - 1][m] = p1;
+          } else {
+            scores[0][m] = shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1);
+          }
+        }
 #pragma unroll
-          for (int f = 0; f < kFollowed; ++f) {
-            const bool candidate = blocks[i] + j >= init && blocks[i] + j < end[f];
-            if (candidate && scores[f][2 * i + j] >= threshold[f]) found |= 1u << (4 * f + 2 * i + j);
-          }
+        for (int f = 0; f < kFollowed; ++f) {
+          const bool candidate = blocks[i] + j >= init && blocks[i] + j < end[f];
+          if (candidate && scores[f][m] >= threshold[f]) found |= 1u << (4 * f + m);
         }
       }
       if (__any_sync(~0u, found != 0)) {
@@ -1178,7 +1208,8 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
   // Pass 2: score the subsets that may hold one of a query's best K. Two sweeps: the first takes those of the best
   // bounds, so that the second has a threshold near the K-th score and leaves most of the others out.
   __syncwarp();
-  if (lane < kQueries) counts[lane] = 0;
+  if (lane < kQueries) counts[lane] = faint[lane] = 0;
+  if (lane == 0) *by_logs = 0;
   __syncwarp();
 #pragma unroll 1
   for (float factor = 0.5f;; factor = factor == 0.5f ? 0.1f : 0.0f) {
@@ -1228,10 +1259,22 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
         missing = true;
         threshold[f] = guess[f] * factor;
       } else {
+        if (threshold[f] < kLeastScore && end[f] - init > top_k) faint[query] = 1;
         end[f] = 0;
       }
     }
-    if (!__any_sync(~0u, missing)) break;
+    __syncwarp();
+    if (!__any_sync(~0u, missing)) {
+      if (*by_logs != 0 || !__any_sync(~0u, faint[lane % kQueries])) break;
+      __syncwarp();
+      if (lane == 0) *by_logs = 1;
+#pragma unroll
+      for (int f = 0; f < kFollowed; ++f) {
+        if (r + 8 * f >= kQueries || faint[r + 8 * f] == 0) continue;
+        end[f] = CandidateEnd(shape, (view.first_position() + q0 + (r + 8 * f) % kQueries) / kBlock);
+        threshold[f] = first_threshold[f] = 0.0f;
+      }
+    }
     __syncwarp();
 #pragma unroll
     for (int f = 0; f < kFollowed; ++f) {
@@ -1277,7 +1320,8 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       const int to = at < kept ? place[j] : at;
       selection[to] = at < kept ? KeyBlock(best[at]) : -1;
       if (args.p.selection_scores) {
-        args.p.selection_scores[list0 + query * list_stride + to] = at < kept ? KeyScore(best[at]) : 0.0f;
+        const float score = at >= kept ? 0.0f : faint[query] ? Exp2(LogOfRank(KeyScore(best[at]))) : KeyScore(best[at]);
+        args.p.selection_scores[list0 + query * list_stride + to] = score;
       }
     }
   }
