@@ -71,13 +71,14 @@ def compare(f, lists, name):
     differ must be near-ties. Prints how many there are, and how many of the CPU's differ from them."""
     differing, gap, count, small = {}, {}, 0, 0
     for rows, scores, near in chunks(f):
-        best = scores.topk(f.top_k, -1)
-        kth = best.values[..., -1]
-        want = best.indices.sort(-1).values
+        best = scores.sort(-1, descending=True, stable=True)
+        kth = best.values[..., f.top_k - 1]
+        want = best.indices[..., : f.top_k].sort(-1).values
         count += kth.numel()
         small += int((kth < -90 * 0.6931).sum())
         for who, all_lists in lists.items():
             got = all_lists[rows].long()
+            assert (got >= 0).all() and (got < scores.shape[-1]).all(), f"{name}: {who} chose no blocks"
             differs = (got != want).any(-1)
             differing[who] = differing.get(who, 0) + int(differs.sum())
             off = (kth - scores.gather(-1, got).amin(-1)) / near
