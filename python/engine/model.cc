@@ -109,6 +109,7 @@ Model::Model(const std::string& model, const std::string& adapter, const Attenti
   Tokenizer tokenizer = LoadTokenizer(*source);
   const int32_t context = options.context > 0 ? options.context : source->config().context;
   options.attention = ResolveAttention(attention, source->config(), context);
+  RefuseWithoutEffect(attention, {&options.attention, 1}, false);
   if (!chat_template.empty()) {
     chat_template_ = ChatTemplate::ByName(chat_template);
   } else {
@@ -156,6 +157,7 @@ void Model::SetAttention(const AttentionChoice& choice) {
   Turn turn(*this);
   const int32_t context = asked_context_ > 0 ? asked_context_ : config().context;
   const LayerSettings attention = ResolveAttention(choice, config(), context);
+  RefuseWithoutEffect(choice, {&attention, 1}, false);
   EmptyCache("set_attention");
   engine_->SetAttention(attention);
   KeepState();

@@ -10,14 +10,13 @@ import sys
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _library
-from .settings import ModelSettings, Settings
+from .settings import AttentionSettings, read_settings, settings_text
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -28,11 +27,9 @@ Prompt: TypeAlias = str | ArrayLike
 """A text, or the ids of its tokens."""
 Messages: TypeAlias = str | Sequence[Mapping[str, str]]
 """A conversation: mappings with ``role`` and ``content``. A string is one message of the user."""
-AttentionSettings: TypeAlias = Mapping[str, Any] | Settings | ModelSettings | str | os.PathLike[str]
 
 _INT32 = 2**31 - 1
 _UINT64 = 2**64 - 1
-_MAX_SETTINGS_BYTES = 16 << 20
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -106,9 +103,11 @@ class Inspection:
 class LLM:
     """A model, loaded: a ``.gguf`` file, a Hugging Face folder, or a name that ``phsa models`` lists as fetched.
 
-    ``attention`` is the policy, and with ``top_k``, ``lam``, ``punctuation``, ``init``, ``local``, ``block`` and
-    ``group_reduce`` what docs/settings.md describes; ``settings`` brings all of that in one, from a file or a mapping,
-    by layer where wanted. What is not given is the model's own, else the paper's preset for the context.
+    ``attention`` is the policy, and with ``top_k``, ``lam``, ``punctuation``, ``init``, ``local``, ``block``,
+    ``dense_below`` and ``group_reduce`` what docs/settings.md describes; ``settings`` brings all of that in one, from a
+    file or a mapping, by layer where wanted. An argument counts first, then ``settings``, then what the model or its
+    adapter carries, then the paper's preset for the context, in which the attention is dense. A setting that nothing
+    uses is an error.
 
     ``adapter`` is the folder of a LoRA adapter in PEFT's form (docs/adapters.md); the settings that it carries count as
     the model's own.
@@ -136,6 +135,7 @@ class LLM:
         init: int | None = None,
         local: int | None = None,
         block: int | None = None,
+        dense_below: int | None = None,
         group_reduce: str | None = None,
         settings: AttentionSettings | None = None,
         device: str | None = None,
@@ -149,8 +149,9 @@ class LLM:
         progress: bool = False,
     ) -> None:
         engine = _library.load_engine()
+        self._warned = False
         self._progress = _Progress() if progress else None
-        choice = _attention_choice(attention, top_k, lam, punctuation, init, local, block, group_reduce, settings)
+        choice = _attention_choice(attention, top_k, lam, punctuation, init, local, block, dense_below, group_reduce, settings)
         try:
             self._engine = engine.Engine(
                 _text("model", os.fspath(model)),
@@ -222,6 +223,11 @@ class LLM:
         return json.loads(self._engine.attention)
 
     @property
+    def tested_tokens(self) -> int | None:
+        """The longest text that the model's or adapter's settings say it was tested with; longer ones warn, once."""
+        return self._engine.tested_tokens
+
+    @property
     def memory(self) -> dict[str, int]:
         """Bytes: weights, key_values and representatives of a full cache, workspace, total."""
         return self._engine.memory
@@ -241,12 +247,13 @@ class LLM:
         init: int | None = None,
         local: int | None = None,
         block: int | None = None,
+        dense_below: int | None = None,
         group_reduce: str | None = None,
         settings: AttentionSettings | None = None,
     ) -> None:
         """Another attention for the same weights. What is not given is as if the model were newly loaded."""
         self._engine.set_attention(
-            _attention_choice(attention, top_k, lam, punctuation, init, local, block, group_reduce, settings)
+            _attention_choice(attention, top_k, lam, punctuation, init, local, block, dense_below, group_reduce, settings)
         )
 
     def tokenize(self, text: str, *, special: bool = True) -> NDArray[np.int32]:
@@ -342,7 +349,7 @@ class LLM:
         choice = _generate_choice(
             max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, ignore_eos
         )
-        ids = self.apply_chat_template(prompt, tokenize=True) if _is_messages(prompt) else self._prompt_ids(prompt)
+        ids = self._prompt_ids(self.apply_chat_template(prompt, tokenize=True) if _is_messages(prompt) else prompt)
         return _pieces(_library.load_engine().Stream(self._engine, ids, choice, _whole("max_batch", max_batch, 1)))
 
     def loglikelihood(self, pairs: Sequence[tuple[Prompt, Prompt]]) -> list[LogLikelihood]:
@@ -376,7 +383,20 @@ class LLM:
         ids = self._ids_of(prompt)
         if isinstance(prompt, str) and self.add_bos:
             ids = np.insert(ids, 0, self._engine.bos_id)
+        self._warn_past_tested(ids.size)
         return ids
+
+    def _warn_past_tested(self, tokens: int) -> None:
+        """Once."""
+        tested = self.tested_tokens
+        if self._warned or tested is None or tokens <= tested:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{self.name} was tested with texts of up to {tested} tokens, as its settings say; this one has {tokens}: "
+            "answers may get worse beyond",
+            stacklevel=3,
+        )
 
     def _clear_progress(self) -> None:
         if self._progress is not None:
@@ -513,15 +533,9 @@ def _settings_json(settings: AttentionSettings | None) -> str:
     """As AttentionChoice takes it; empty: none."""
     if settings is None:
         return ""
-    if isinstance(settings, (Settings, ModelSettings)):
-        return json.dumps(settings.to_json())
-    if isinstance(settings, Mapping):
-        return json.dumps(dict(settings))
-    with Path(settings).open("rb") as file:
-        content = file.read(_MAX_SETTINGS_BYTES + 1)
-    if len(content) > _MAX_SETTINGS_BYTES:
-        raise ValueError(f"{os.fspath(settings)}: more than {_MAX_SETTINGS_BYTES} bytes; this is no file of settings")
-    return content.decode() or " "  # an empty file is not the same as none
+    if isinstance(settings, (str, os.PathLike)):
+        return settings_text(settings) or " "  # an empty file is not the same as none
+    return json.dumps(read_settings(settings))
 
 
 def _attention_choice(
@@ -532,6 +546,7 @@ def _attention_choice(
     init: int | None,
     local: int | None,
     block: int | None,
+    dense_below: int | None,
     group_reduce: str | None,
     settings: AttentionSettings | None,
 ) -> _engine.AttentionChoice:
@@ -542,6 +557,7 @@ def _attention_choice(
         init=_maybe_whole("init", init),
         local=_maybe_whole("local", local),
         block=_maybe_whole("block", block),
+        dense_below=_maybe_whole("dense_below", dense_below),
         punctuation=_text("punctuation", punctuation or ""),
         group_reduce=_text("group_reduce", group_reduce or ""),
         settings=_settings_json(settings),

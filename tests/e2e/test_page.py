@@ -137,7 +137,7 @@ def test_a_document_is_asked_about_and_the_conversation_goes_on(page, document):
     assert browser.text("#document-tokens") == f"{server.post('/tokenize', content=text)['count']} tokens"
     page.ask("Who?")
     messages = [{"role": "user", "content": text + "\n\nWho?"}]
-    settings = {"attention": "phsa", "lambda": 0.9, **SMALL}
+    settings = {"attention": "phsa", **SMALL}
     options = {"temperature": 0, "max_tokens": 8, "phsa": settings}
     expected = server.post("/v1/chat/completions", messages=messages, **options)
     said = expected["choices"][0]["message"]["content"]
@@ -318,7 +318,7 @@ def test_a_dense_answer_shows_what_phsa_would_choose(page, document):
     page.explore()
     assert browser.text("#explore-note") == "Written with dense; shown is what PHSA would choose."
     (asked,) = sent(browser, "/inspect")
-    assert asked["phsa"] == {"attention": "phsa", "lambda": 0.9, **SMALL}
+    assert asked["phsa"] == {"attention": "phsa", **SMALL}
 
 
 def test_the_explorer_takes_a_long_document(page, tmp_path):
