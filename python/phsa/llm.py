@@ -151,7 +151,9 @@ class LLM:
         engine = _library.load_engine()
         self._warned = False
         self._progress = _Progress() if progress else None
-        choice = _attention_choice(attention, top_k, lam, punctuation, init, local, block, dense_below, group_reduce, settings)
+        choice = _attention_choice(
+            attention, top_k, lam, punctuation, init, local, block, dense_below, group_reduce, settings
+        )
         try:
             self._engine = engine.Engine(
                 _text("model", os.fspath(model)),
@@ -253,7 +255,9 @@ class LLM:
     ) -> None:
         """Another attention for the same weights. What is not given is as if the model were newly loaded."""
         self._engine.set_attention(
-            _attention_choice(attention, top_k, lam, punctuation, init, local, block, dense_below, group_reduce, settings)
+            _attention_choice(
+                attention, top_k, lam, punctuation, init, local, block, dense_below, group_reduce, settings
+            )
         )
 
     def tokenize(self, text: str, *, special: bool = True) -> NDArray[np.int32]:

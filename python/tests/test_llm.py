@@ -379,7 +379,11 @@ WRONG: list[tuple[type[Exception], list[str], Callable[[phsa.LLM], object]]] = [
     (ValueError, ["tool"], lambda llm: llm.chat([{"role": "tool", "content": "x"}])),
     (ValueError, ["sparse", "phsa", "infllm2"], lambda llm: llm.set_attention("sparse")),
     (ValueError, ["lambda", "2"], lambda llm: llm.set_attention("phsa", lam=2)),
-    (ValueError, ["layer 7"], lambda llm: llm.set_attention(settings={"policy": "phsa", "layers": {"7": {"top_k": 1}}})),
+    (
+        ValueError,
+        ["layer 7"],
+        lambda llm: llm.set_attention(settings={"policy": "phsa", "layers": {"7": {"top_k": 1}}}),
+    ),
     (ValueError, ["top_k", "phsa"], lambda llm: llm.set_attention(top_k=2)),
     (ValueError, ["top_k", "phsa"], lambda llm: llm.set_attention(settings={"top_k": 2})),
     (ValueError, ["lambda", "phsa"], lambda llm: llm.set_attention("infllm2", lam=0.5)),

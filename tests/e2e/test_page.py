@@ -217,6 +217,23 @@ def test_the_switch_says_how_each_request_is_read(page, document):
     assert browser.texts("#compare tr") == []
 
 
+def test_what_the_user_left_alone_is_left_to_the_model(chromium, tmp_path):
+    settings = {"attention": "phsa", "top_k": 3, "lambda": 0.5, "init_tokens": 16, "local_tokens": 32}
+    with Server(write_gguf(tmp_path / "carrying.gguf", context=CONTEXT, phsa_settings=settings)) as server:
+        page = Page(chromium, server).loaded()
+        page.browser.run("document.querySelector('details').open = true")
+        page.browser.type("#max-tokens", "3")
+        page.ask("Who?")
+        page.browser.type("#top-k", "5")
+        page.ask("Who?")
+        assert [body["phsa"] for body in sent(chromium, "/v1/chat/completions")] == [
+            {"attention": "phsa"},
+            {"attention": "phsa", "top_k": 5},
+        ]
+        assert page.browser.run("document.querySelector('#lambda').placeholder") == "0.5"
+        assert [row.split("\t")[1] for row in page.browser.texts("#compare tr")] == ["5", "3"]
+
+
 def test_an_answer_can_be_stopped(smollm2_page):
     browser = smollm2_page.browser
     smollm2_page.switch("dense", max_tokens=2000)
