@@ -93,7 +93,7 @@ int Main(char** argv) {
   const ModelConfig& config = source->config();
   const int32_t kv_type = KvTypeFromName(argv[3]);
   const LayerSettings settings = SettingsFromJson(argv[5]);
-  const KvIdentity identity = {{"model", ModelFingerprint(*source)}};
+  const KvIdentity identity = ModelIdentity(*source);
   ThreadPool threads(std::stoi(argv[4]));
   const auto backend =
       TestBackend(*source, WeightsModeFromName(argv[2]), kv_type, static_cast<int32_t>(length), threads);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
+#include <functional>
 #include <limits>
 #include <map>
 
@@ -13,6 +15,7 @@
 #include "engine/session.h"
 #include "engine/stop_strings.h"
 #include "fake_engine.h"
+#include "io/json.h"
 #include "refusal.h"
 
 namespace phsa {
@@ -256,52 +259,138 @@ TEST(Session, AStopTokenEndsAnAnswerAndIsNotPartOfIt) {
             "logit_bias has the token -1; the model's are 0 to 100");
 }
 
-TEST(AttentionChoice, TheUsersCountFirstThenTheFilesThenTheModelsThenThePreset) {
-  ModelConfig config;
+AttentionChoice ChoiceFromJson(const Json& arguments) {
   AttentionChoice choice;
-  EXPECT_EQ(ResolveAttention(choice, config, 8192).base.policy, Policy::kDense);
-  config.phsa_settings = R"({"attention": "phsa", "top_k": 3, "layers": {"1": {"top_k": 5}}})";
-  LayerSettings settings = ResolveAttention(choice, config, 8192);
-  EXPECT_EQ(settings.base.policy, Policy::kPhsa);
-  EXPECT_EQ(settings.base.top_k, 3);
-  EXPECT_EQ(settings.layers.at(1).top_k, 5);
-  EXPECT_EQ(settings.base.dense_below, kCrossover);
-  EXPECT_EQ(settings.layers.at(1).dense_below, kCrossover);
-  choice.config_json = R"({"attention": "quest", "top_k": 7, "dense_below": 64})";
-  settings = ResolveAttention(choice, config, 8192);
-  EXPECT_EQ(settings.base.policy, Policy::kQuest);
-  EXPECT_EQ(settings.base.top_k, 7);
-  EXPECT_EQ(settings.base.dense_below, 64);
-  EXPECT_TRUE(settings.layers.empty());
-  choice.top_k = 9;
-  choice.lambda = 0.5f;
-  choice.init = 32;
-  choice.group_reduce = "max";
-  settings = ResolveAttention(choice, config, 8192);
-  EXPECT_EQ(settings.base.policy, Policy::kQuest);
-  EXPECT_EQ(settings.base.top_k, 9);
-  EXPECT_EQ(settings.base.lambda, 0.5f);
-  EXPECT_EQ(settings.base.init_tokens, 32);
-  EXPECT_EQ(settings.base.group_reduce, GroupReduce::kMax);
+  choice.policy = arguments.value("attention", "auto");
+  const std::map<std::string, std::function<void(const Json&)>> readers = {
+      {"attention", [](const Json&) {}},
+      {"top_k", [&](const Json& value) { choice.top_k = value.get<int32_t>(); }},
+  };
+  for (const auto& [key, value] : arguments.items()) readers.at(key)(value);
+  return choice;
 }
 
-TEST(AttentionChoice, APolicyByNameTakesThePresetOfTheContext) {
-  ModelConfig config;
-  config.phsa_settings = R"({"attention": "phsa", "top_k": 3})";
+// phsa.settings.resolve reads the same file in python/tests/test_settings.py.
+TEST(AttentionChoice, TheRuleIsThatOfTheTable) {
+  const Json cases = Json::parse(std::ifstream(PHSA_TEST_DATA "/attention_rule.json"));
+  ASSERT_GT(cases.size(), 10u);
+  for (const Json& one : cases) {
+    SCOPED_TRACE(one["name"].get<std::string>());
+    ModelConfig config;
+    if (one.contains("carried")) config.phsa_settings = one["carried"].dump();
+    AttentionChoice choice = ChoiceFromJson(one.value("arguments", Json::object()));
+    if (one.contains("settings")) choice.config_json = one["settings"].dump();
+    const auto resolve = [&] {
+      const LayerSettings settings = ResolveAttention(choice, config, one.value("context", 8192));
+      RefuseWithoutEffect(choice, {&settings, 1}, false);
+      return settings;
+    };
+    if (one.contains("refused")) {
+      const std::string message = Refusal(resolve);
+      EXPECT_NE(message.find(one["refused"].get<std::string>()), std::string::npos) << message;
+      EXPECT_NE(message.find("phsa"), std::string::npos) << "it says what to do: " << message;
+      continue;
+    }
+    const Json settings = Json::parse(SettingsToJson(resolve()));
+    for (const auto& [key, value] : one["expected"].items()) EXPECT_EQ(settings[key], value) << key;
+    EXPECT_EQ(settings.contains("layers"), one["expected"].contains("layers")) << settings;
+  }
+}
+
+TEST(AttentionChoice, WrongValuesAreNamed) {
+  const ModelConfig config;
   AttentionChoice choice;
-  choice.policy = "infllm2-64";
-  const LayerSettings settings = ResolveAttention(choice, config, 4096);
-  EXPECT_EQ(settings.base.policy, Policy::kInfllm2_64);
-  EXPECT_EQ(settings.base.block_size, 64);
-  EXPECT_EQ(settings.base.lambda, 1);
-  EXPECT_EQ(settings.base.top_k, 16) << "only auto takes what the model carries";
-  EXPECT_EQ(settings.base.local_tokens, Settings::Preset(4096).local_tokens);
-  EXPECT_EQ(settings.base.dense_below, 0);
   choice.policy = "fast";
   EXPECT_NE(Refusal([&] { ResolveAttention(choice, config, 4096); }).find("fast"), std::string::npos);
   choice.policy = "phsa";
   choice.top_k = -1;
   EXPECT_NE(Refusal([&] { ResolveAttention(choice, config, 4096); }).find("-1"), std::string::npos);
+}
+
+TEST(AttentionChoice, EverySettingThatNoPolicyUsesIsRefusedByItsFlag) {
+  const auto refusal = [](const char* policy, const auto& set) {
+    AttentionChoice choice;
+    choice.policy = policy;
+    set(choice);
+    const LayerSettings settings = ResolveAttention(choice, ModelConfig(), 8192);
+    try {
+      RefuseWithoutEffect(choice, {&settings, 1}, true);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  EXPECT_EQ(refusal("dense", [](AttentionChoice& c) { c.top_k = 4; }),
+            "-K has no effect: the attention is dense; give --attention phsa, infllm2, infllm2-64 or quest, or leave "
+            "-K out");
+  EXPECT_NE(refusal("streaming", [](AttentionChoice& c) { c.top_k = 4; }), "");
+  EXPECT_NE(refusal("infllm2", [](AttentionChoice& c) { c.lambda = 0.5f; }).find("--lambda"), std::string::npos);
+  EXPECT_NE(refusal("quest", [](AttentionChoice& c) { c.punctuation = "en"; }).find("--punctuation"),
+            std::string::npos);
+  EXPECT_NE(refusal("auto", [](AttentionChoice& c) { c.init = 16; }).find("--init"), std::string::npos);
+  EXPECT_NE(refusal("dense", [](AttentionChoice& c) { c.dense_below = 64; }).find("--dense-below"), std::string::npos);
+  EXPECT_EQ(refusal("streaming", [](AttentionChoice& c) { c.local = 64; }), "");
+  EXPECT_EQ(refusal("phsa", [](AttentionChoice& c) { c.lambda = 0.5f; }), "");
+}
+
+TEST(AttentionChoice, AModelCannotNameAFileOfThisMachine) {
+  ModelConfig config;
+  for (const char* carried :
+       {R"({"punctuation": "/etc/hostname"})", R"({"layers": {"0": {"punctuation": "marks.txt"}}})"}) {
+    config.phsa_settings = carried;
+    for (const char* policy : {"auto", "phsa", "dense"}) {
+      AttentionChoice choice;
+      choice.policy = policy;
+      const std::string message = Refusal([&] { ResolveAttention(choice, config, 4096); });
+      EXPECT_NE(message.find("en+zh"), std::string::npos) << message;
+    }
+  }
+  // Whoever runs it may.
+  config.phsa_settings = R"({"punctuation": "zh"})";
+  AttentionChoice choice;
+  choice.config_json = R"({"punctuation": "marks.txt"})";
+  EXPECT_EQ(ResolveAttention(choice, config, 4096).base.punctuation, "marks.txt");
+}
+
+TEST(AttentionChoice, WhatIsCarriedSaysHowFarItWasTested) {
+  ModelConfig config;
+  config.context = 8192;
+  EXPECT_FALSE(TestedTokens(config));
+  EXPECT_EQ(CarriedSettings(config), "");
+  config.phsa_settings = R"({"top_k": 4, "tested_tokens": 4096})";
+  EXPECT_EQ(TestedTokens(config), 4096);
+  const Json carried = Json::parse(CarriedSettings(config));
+  EXPECT_EQ(carried["tested_tokens"], 4096);
+  EXPECT_EQ(carried["dense_below"], 0) << "what is saved is complete";
+  EXPECT_EQ(carried["local_tokens"], 512);
+  config.phsa_settings = R"({"tested_tokens": 0})";
+  EXPECT_NE(Refusal([&] { ResolveAttention({}, config, 4096); }).find("tested_tokens"), std::string::npos);
+}
+
+TEST(Engine, ACacheIsOfOneModelOneAdapterAndOneWayToCompute) {
+  const auto identity = [](const auto& change) {
+    auto model = std::make_unique<FakeModel>("llama");
+    EngineOptions options = FakeOptions(256, 512, SmallSettings(Policy::kPhsa, 2));
+    change(model->config_for_test(), options);
+    const KvIdentity all = Engine(std::move(model), SmallTokenizer(), options).cache_identity();
+    return std::map<std::string, std::string>(all.begin(), all.end());
+  };
+  const auto same = identity([](ModelConfig&, EngineOptions&) {});
+  const auto differs = [&](const char* name, const auto& change) {
+    auto other = identity(change);
+    EXPECT_NE(other.at(name), same.at(name)) << name;
+    other[name] = same.at(name);
+    EXPECT_EQ(other, same) << "only " << name << " differs";
+  };
+  differs("RoPE", [](ModelConfig& config, EngineOptions&) { config.rope_base = 500000; });
+  differs("RoPE", [](ModelConfig& config, EngineOptions&) {
+    config.rope_scaling.kind = RopeScaling::Kind::kLinear;
+    config.rope_scaling.factor = 2;
+  });
+  differs("RoPE", [](ModelConfig& config, EngineOptions&) { config.rope_scaling.frequency_factors.assign(32, 2.0f); });
+  differs("RMS epsilon", [](ModelConfig& config, EngineOptions&) { config.rms_eps = 1e-5f; });
+  differs("attention", [](ModelConfig&, EngineOptions& options) { options.attention.base.top_k = 3; });
+  differs("attention", [](ModelConfig&, EngineOptions& options) { options.attention.base.dense_below = 64; });
 }
 
 TEST(SamplingChoice, TheUsersCountFirstThenTheModelsThenOurs) {

@@ -291,11 +291,24 @@ TEST_F(Cache, KeysThatAreNotNumbersDoNoHarm) {
   for (int i = 0; i < 20; ++i) Read(one, Tokens(1, 3));
 }
 
-TEST_F(Cache, TheFingerprintTellsModelsApart) {
+TEST_F(Cache, TheIdentityTellsModelsApart) {
   FakeModel other;
-  EXPECT_EQ(ModelFingerprint(model), ModelFingerprint(other));
+  EXPECT_EQ(ModelIdentity(model), ModelIdentity(other));
   other.Add("model.norm.weight", {64});
-  EXPECT_NE(ModelFingerprint(model), ModelFingerprint(other));
+  EXPECT_NE(ModelIdentity(model), ModelIdentity(other));
+}
+
+TEST_F(Cache, TheIdentitySeesATensorsMiddleAndEnd) {
+  FakeModel one, other;
+  for (FakeModel* each : {&one, &other}) each->Add("lm_head.weight", {1024, 512});  // 2 MB: in parts
+  EXPECT_EQ(ModelIdentity(one), ModelIdentity(other));
+  const Tensor& tensor = *other.Find("lm_head.weight");
+  auto* const data = const_cast<uint8_t*>(tensor.data);
+  for (const size_t at : {size_t{0}, (tensor.bytes - 4096) / 15 * 7 + 100, tensor.bytes - 1}) {
+    data[at] ^= 1;
+    EXPECT_NE(ModelIdentity(one), ModelIdentity(other)) << at;
+    data[at] ^= 1;
+  }
 }
 
 TEST_F(Cache, ANewFileAppearsWholeOrNotAtAll) {

@@ -134,6 +134,16 @@ TEST(Punctuation, TheTableHasTheIdsOfTheSetAscending) {
   EXPECT_EQ(Ids("pure"), (std::vector<int32_t>{0, 1, 3, 5, 6}));
 }
 
+TEST(Punctuation, AListOfIdsIsASet) {
+  EXPECT_EQ(Ids("ids:5,2"), (std::vector<int32_t>{2, 5}));
+  EXPECT_TRUE(Ids("ids:").empty());
+  std::vector<uint8_t> special(kTokens.size());
+  special[1] = 1;
+  for (const char* set : {"ids:10", "ids:-1", "ids:x", "ids:1,", "ids:1"}) {
+    EXPECT_NE(Refusal([&] { PunctuationTable(set, kTokens, special); }).find("0 to 9"), std::string::npos) << set;
+  }
+}
+
 TEST(Punctuation, SpecialTokensAreNeverPunctuation) {
   std::vector<uint8_t> special(kTokens.size());
   special[1] = 1;

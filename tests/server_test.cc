@@ -90,6 +90,18 @@ TEST_F(Api, SettingsOfTheAttentionChangeTheServersOwn) {
   EXPECT_EQ(ParseCompletion(dense, model).attention.base.policy, Policy::kDense);
 }
 
+TEST_F(Api, ASettingThatTheAskedAttentionHasNoUseForIsRefused) {
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "phsa": {"attention": "dense", "top_k": 3}})"), "phsa");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "phsa": {"top_k": 3}})"), "phsa");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "phsa": {"attention": "infllm2", "lambda": 0.5}})"), "phsa");
+  // What the server was started with may be for other requests.
+  model.attention.policy = "phsa";
+  model.attention.top_k = 3;
+  EXPECT_EQ(ParseCompletion(R"({"prompt": "a", "phsa": {"attention": "dense"}})", model).attention.base.policy,
+            Policy::kDense);
+  EXPECT_EQ(ParseCompletion(R"({"prompt": "a", "phsa": {"attention": "infllm2"}})", model).attention.base.top_k, 3);
+}
+
 TEST_F(Api, AFileOfTheServerIsNoPunctuation) {
   EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "phsa": {"punctuation": "/etc/hostname"}})"),
             "phsa.punctuation");

@@ -226,6 +226,17 @@ TEST(SettingsJson, WhatIsWrittenIsReadBackTheSame) {
   EXPECT_EQ(SettingsToJson(SettingsFromJson(json)), json);
 }
 
+TEST(SettingsJson, PunctuationMayBeAListOfIds) {
+  const LayerSettings settings = SettingsFromJson(R"({"punctuation": [11, 13], "tested_tokens": 4096})");
+  EXPECT_EQ(settings.base.punctuation, "ids:11,13");
+  EXPECT_NE(SettingsToJson(settings).find(R"("punctuation":[11,13])"), std::string::npos);
+  EXPECT_EQ(SettingsFromJson(SettingsToJson(settings)), settings);
+  EXPECT_EQ(SettingsFromJson(R"({"punctuation": []})").base.punctuation, "ids:");
+  std::string many = "[100000";
+  for (int i = 0; i < 3000; ++i) many += ",100000";
+  EXPECT_NE(JsonRefusal("{\"punctuation\": " + many + "]}").find("16384 characters"), std::string::npos);
+}
+
 TEST(SettingsJson, NumbersAreWrittenAsPeopleWriteThem) {
   EXPECT_EQ(SettingsToJson(Settings{}),
             R"({"attention":"phsa","block_size":16,"init_tokens":128,"local_tokens":512,"top_k":16,"lambda":0.9,)"
@@ -236,7 +247,7 @@ TEST(SettingsJson, MistakesAreNamedWithKeyValueAndAllowedValues) {
   const std::pair<const char*, const char*> cases[] = {
       {R"({"topk": 1})",
        "settings: \"topk\" is not a setting; allowed: attention, block_size, init_tokens, local_tokens, top_k, "
-       "lambda, group_reduce, dense_below, punctuation, layers"},
+       "lambda, group_reduce, dense_below, punctuation, tested_tokens, layers"},
       {R"({"layers": {"1": {"layers": {}}}})",
        "settings: layers \"1\": \"layers\" is not a setting; allowed: attention, block_size, init_tokens, "
        "local_tokens, top_k, lambda, group_reduce, dense_below, punctuation"},
@@ -260,7 +271,15 @@ TEST(SettingsJson, MistakesAreNamedWithKeyValueAndAllowedValues) {
       {R"({"attention": 1})",
        "settings: attention is 1; allowed: dense, phsa, infllm2, infllm2-64, streaming, quest, sepllm"},
       {R"({"group_reduce": "mean"})", "settings: group_reduce is \"mean\"; allowed: sum, max, none"},
-      {R"({"punctuation": 3})", "settings: punctuation is 3; allowed: the name of a set, or of a file"},
+      {R"({"punctuation": 3})",
+       "settings: punctuation is 3; allowed: the name of a set or of a file, or a list of ids"},
+      {R"({"punctuation": [1, "x"]})", "settings: punctuation is \"x\"; allowed: a list of token ids"},
+      {R"({"punctuation": [-1]})",
+       "settings: punctuation is \"ids:-1\"; allowed after ids:: ids with commas between them"},
+      {R"({"tested_tokens": 0})", "settings: tested_tokens is 0; allowed: 1 and up"},
+      {R"({"layers": {"1": {"tested_tokens": 5}}})",
+       "settings: layers \"1\": \"tested_tokens\" is not a setting; allowed: attention, block_size, init_tokens, "
+       "local_tokens, top_k, lambda, group_reduce, dense_below, punctuation"},
       {R"({"top_k": 1, "top_k": 2})", "settings: \"top_k\" is given twice"},
       {R"({"layers": []})",
        "settings: layers is a list; allowed: an object such as {\"0\": {\"attention\": \"dense\"}}"},

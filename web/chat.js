@@ -10,7 +10,7 @@ const $ = id => document.getElementById(id);
 const contentOf = ({ document, question }) => document ? document.text + "\n\n" + question : question;
 
 function settingsLine({ attention, top_k: k }) {
-  return attentionName(attention) + (attention === "dense" || k === undefined ? "" : ", K " + k);
+  return attentionName(attention) + (k === undefined ? "" : ", K " + k);
 }
 
 // model(): what /v1/models says; failed(error): the key may be missing; explore(answer): shows what it read.

@@ -15,7 +15,7 @@ namespace phsa {
 // Built once from a vocabulary, never from text.
 class PunctuationTable {
  public:
-  // `set`: en, zh, en+zh, sentence, pure, none, or a file of ids or strings (one a line; docs/settings.md).
+  // `set`: en, zh, en+zh, sentence, pure, none, ids:11,13, or a file of ids or strings (one a line; docs/settings.md).
   // tokens[i]: the raw bytes of token i. special: empty, or non-zero where token i is a special token.
   PHSA_API PunctuationTable(std::string_view set, std::span<const std::string> tokens,
                             std::span<const uint8_t> special = {});

@@ -117,6 +117,7 @@ Model::Model(const std::string& model, const std::string& adapter, const std::ve
   Tokenizer tokenizer = LoadTokenizer(*source);
   const int32_t context = options.context > 0 ? options.context : source->config().context;
   options.attention = ResolveAttention(attention, source->config(), context);
+  RefuseWithoutEffect(attention, {&options.attention, 1}, false);
   if (!chat_template.empty()) {
     chat_template_ = ChatTemplate::ByName(chat_template);
   } else {
@@ -168,6 +169,7 @@ void Model::SetAttention(const AttentionChoice& choice) {
   Turn turn(*this);
   UseAdapter(chosen_adapter_);
   const LayerSettings attention = Resolve(choice);
+  RefuseWithoutEffect(choice, {&attention, 1}, false);
   EmptyCache("set_attention");
   engine_->SetAttention(attention);
   attention_choice_ = choice;

@@ -80,6 +80,7 @@ std::string WithArgumentNames(std::string message) {
       {"--top-p", "top_p"},
       {"--min-p", "min_p"},
       {"--repeat-penalty", "repetition_penalty"},
+      {"--punctuation", "punctuation"},
   };
   for (const auto& [flag, argument] : kNames) {
     const std::string_view word = flag;
@@ -134,13 +135,21 @@ void BindChoices(nb::module_& m) {
           "__init__",
           [](AttentionChoice* self, std::string policy, std::optional<int32_t> top_k, std::optional<float> lam,
              std::optional<int32_t> init, std::optional<int32_t> local, std::optional<int32_t> block,
-             std::string punctuation, std::string group_reduce, std::string settings) {
-            new (self) AttentionChoice{
-                std::move(policy),  top_k, lam, init, local, block, std::move(punctuation), std::move(group_reduce),
-                std::move(settings)};
+             std::optional<int32_t> dense_below, std::string punctuation, std::string group_reduce,
+             std::string settings) {
+            new (self) AttentionChoice{std::move(policy),
+                                       top_k,
+                                       lam,
+                                       init,
+                                       local,
+                                       block,
+                                       std::move(punctuation),
+                                       std::move(group_reduce),
+                                       std::move(settings),
+                                       dense_below};
           },
           nb::kw_only(), "policy"_a, "top_k"_a.none(), "lam"_a.none(), "init"_a.none(), "local"_a.none(),
-          "block"_a.none(), "punctuation"_a, "group_reduce"_a, "settings"_a);
+          "block"_a.none(), "dense_below"_a.none(), "punctuation"_a, "group_reduce"_a, "settings"_a);
   nb::class_<GenerateChoice>(m, "GenerateChoice")
       .def(
           "__init__",
@@ -226,6 +235,7 @@ void BindEngine(nb::module_& m) {
       .def_prop_ro("bos_id", [](const Model& model) { return model.tokenizer().bos(); })
       .def_prop_ro("add_bos", [](const Model& model) { return model.tokenizer().add_bos(); })
       .def_prop_ro("attention", [](const Model& model) { return SettingsToJson(model.attention()); })
+      .def_prop_ro("tested_tokens", [](const Model& model) { return TestedTokens(model.config()); })
       .def_prop_ro("memory", &MemoryBytes)
       .def_prop_ro("chat_template",
                    [](const Model& model) -> std::optional<std::string> {

@@ -16,6 +16,7 @@ class AttentionChoice:
         init: int | None,
         local: int | None,
         block: int | None,
+        dense_below: int | None,
         punctuation: str,
         group_reduce: str,
         settings: str,
@@ -119,6 +120,8 @@ class Engine:
     def add_bos(self) -> bool: ...
     @property
     def attention(self) -> str: ...
+    @property
+    def tested_tokens(self) -> int | None: ...
     @property
     def memory(self) -> dict[str, int]: ...
     @property

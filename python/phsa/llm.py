@@ -15,7 +15,6 @@ import weakref
 from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, overload
 
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _library
-from .settings import ModelSettings, Settings
+from .settings import AttentionSettings, read_settings, settings_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -42,11 +41,9 @@ Prompt: TypeAlias = str | SupportsArray | Sequence[int]
 Prompts: TypeAlias = Sequence[str] | Sequence[SupportsArray] | Sequence[Sequence[int]]
 Messages: TypeAlias = str | Sequence[Mapping[str, str]]
 """A conversation: mappings with ``role`` and ``content``. A string is one message of the user."""
-AttentionSettings: TypeAlias = Mapping[str, Any] | Settings | ModelSettings | str | os.PathLike[str]
 
 _INT32 = 2**31 - 1
 _UINT64 = 2**64 - 1
-_MAX_SETTINGS_BYTES = 16 << 20
 _MAX_ANSWERS = 65536
 
 
@@ -139,9 +136,11 @@ class Inspection:
 class LLM:
     """A model, loaded: a ``.gguf`` file, a Hugging Face folder, or a name that ``phsa models`` lists as fetched.
 
-    ``attention`` is the policy, and with ``top_k``, ``lam``, ``punctuation``, ``init``, ``local``, ``block`` and
-    ``group_reduce`` what docs/settings.md describes; ``settings`` brings all of that in one, from a file or a mapping,
-    by layer where wanted. What is not given is the model's own, else the paper's preset for the context.
+    ``attention`` is the policy, and with ``top_k``, ``lam``, ``punctuation``, ``init``, ``local``, ``block``,
+    ``dense_below`` and ``group_reduce`` what docs/settings.md describes; ``settings`` brings all of that in one, from a
+    file or a mapping, by layer where wanted. An argument counts first, then ``settings``, then what the model or its
+    adapter carries, then the paper's preset for the context, in which the attention is dense. A setting that nothing
+    uses is an error.
 
     ``adapter`` is the folder of a LoRA adapter in PEFT's form (docs/adapters.md); the settings that it carries count as
     the model's own. ``adapters`` gives names to several, of which ``adapter``, ``set_adapter`` or a call chooses one.
@@ -172,6 +171,7 @@ class LLM:
         init: int | None = None,
         local: int | None = None,
         block: int | None = None,
+        dense_below: int | None = None,
         group_reduce: str | None = None,
         settings: AttentionSettings | None = None,
         device: str | None = None,
@@ -191,7 +191,10 @@ class LLM:
         self._adapter = adapter
         self._streams: weakref.WeakSet[Generator[str, None, Generation] | AsyncStream] = weakref.WeakSet()
         self._worker: ThreadPoolExecutor | None = None
-        choice = _attention_choice(attention, top_k, lam, punctuation, init, local, block, group_reduce, settings)
+        self._warned = False
+        choice = _attention_choice(
+            attention, top_k, lam, punctuation, init, local, block, dense_below, group_reduce, settings
+        )
         try:
             self._loaded = engine.Engine(
                 _text("model", os.fspath(model)),
@@ -293,6 +296,11 @@ class LLM:
         return json.loads(self._engine.attention)
 
     @property
+    def tested_tokens(self) -> int | None:
+        """The longest text that the model's or adapter's settings say it was tested with; longer ones warn, once."""
+        return self._engine.tested_tokens
+
+    @property
     def memory(self) -> dict[str, int]:
         """Bytes: weights, key_values and representatives of a full cache, workspace, total."""
         return self._engine.memory
@@ -312,12 +320,15 @@ class LLM:
         init: int | None = None,
         local: int | None = None,
         block: int | None = None,
+        dense_below: int | None = None,
         group_reduce: str | None = None,
         settings: AttentionSettings | None = None,
     ) -> None:
         """Another attention for the same weights. What is not given is as if the model were newly loaded."""
         self._engine.set_attention(
-            _attention_choice(attention, top_k, lam, punctuation, init, local, block, group_reduce, settings)
+            _attention_choice(
+                attention, top_k, lam, punctuation, init, local, block, dense_below, group_reduce, settings
+            )
         )
 
     def set_adapter(self, adapter: str | os.PathLike[str] | None) -> None:
@@ -456,6 +467,7 @@ class LLM:
         ids = self._ids_of(prompt)
         if isinstance(prompt, str) and self.add_bos:
             ids = np.insert(ids, 0, self._engine.bos_id)
+        self._warn_past_tested(ids.size)
         return ids
 
     def _adapter_folder(self, adapter: str | os.PathLike[str] | None) -> str:
@@ -482,9 +494,21 @@ class LLM:
         choice, seeds = self._choice(options, 1)
         if seeds:
             raise TypeError("seed is a list; a stream has one answer, and one number for it")
-        ids = self.apply_chat_template(prompt, tokenize=True) if _is_messages(prompt) else self._prompt_ids(prompt)
+        ids = self._prompt_ids(self.apply_chat_template(prompt, tokenize=True) if _is_messages(prompt) else prompt)
         batch = _whole("max_batch", options.get("max_batch", 8), 1)
         return _library.load_engine().Stream(self._engine, ids, choice, batch)
+
+    def _warn_past_tested(self, tokens: int) -> None:
+        """Once."""
+        tested = self.tested_tokens
+        if self._warned or tested is None or tokens <= tested:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{self.name} was tested with texts of up to {tested} tokens, as its settings say; this one has {tokens}: "
+            "answers may get worse beyond",
+            stacklevel=3,
+        )
 
     def _clear_progress(self) -> None:
         if self._progress is not None:
@@ -700,15 +724,9 @@ def _settings_json(settings: AttentionSettings | None) -> str:
     """As AttentionChoice takes it; empty: none."""
     if settings is None:
         return ""
-    if isinstance(settings, (Settings, ModelSettings)):
-        return json.dumps(settings.to_json())
-    if isinstance(settings, Mapping):
-        return json.dumps(dict(settings), default=_plain)
-    with Path(settings).open("rb") as file:
-        content = file.read(_MAX_SETTINGS_BYTES + 1)
-    if len(content) > _MAX_SETTINGS_BYTES:
-        raise ValueError(f"{os.fspath(settings)}: more than {_MAX_SETTINGS_BYTES} bytes; this is no file of settings")
-    return content.decode() or " "  # an empty file is not the same as none
+    if isinstance(settings, (str, os.PathLike)):
+        return settings_text(settings) or " "  # an empty file is not the same as none
+    return json.dumps(read_settings(settings), default=_plain)
 
 
 def _attention_choice(
@@ -719,6 +737,7 @@ def _attention_choice(
     init: int | None,
     local: int | None,
     block: int | None,
+    dense_below: int | None,
     group_reduce: str | None,
     settings: AttentionSettings | None,
 ) -> _engine.AttentionChoice:
@@ -729,6 +748,7 @@ def _attention_choice(
         init=_maybe_whole("init", init),
         local=_maybe_whole("local", local),
         block=_maybe_whole("block", block),
+        dense_below=_maybe_whole("dense_below", dense_below),
         punctuation=_text("punctuation", punctuation or ""),
         group_reduce=_text("group_reduce", group_reduce or ""),
         settings=_settings_json(settings),

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 POLICIES = ("dense", "phsa", "infllm2", "infllm2-64", "streaming", "quest")
 GROUP_REDUCES = ("sum", "max", "none")
 BLOCKS = (16, 32, 64)
 MAX_TOKENS = 1 << 30
 MAX_TOP_K = 65536
+_MAX_FILE_BYTES = 16 << 20
+PUNCTUATION_SETS = ("en", "zh", "en+zh", "sentence", "pure", "none")
 
 # The names in JSON are those of docs/settings.md, which the C++ library reads too; in Python they are shorter.
 _JSON_NAMES = {
@@ -57,7 +62,8 @@ class Settings:
     """The settings of one attention layer. The defaults are the paper's 32k setting with the best measured lambda.
 
     ``lam`` is a number, or a tuple of one number per KV head. ``block`` is None for the policy's own block size: 64
-    for ``infllm2-64``, 16 for the others. All token counts are multiples of the block size.
+    for ``infllm2-64``, 16 for the others. All token counts are multiples of the block size. ``punctuation`` names a
+    set or a file, or is a tuple of token ids.
     """
 
     policy: str = "phsa"
@@ -68,7 +74,7 @@ class Settings:
     block: int | None = None
     group_reduce: str = "sum"
     dense_below: int = 0
-    punctuation: str = "en"
+    punctuation: str | tuple[int, ...] = "en"
 
     def __post_init__(self) -> None:
         for name in _JSON_NAMES:
@@ -104,8 +110,11 @@ class Settings:
                 _check_lam(f"lam[{head}]", value)
         else:
             _check_lam("lam", self.lam)
-        if not isinstance(self.punctuation, str) or not self.punctuation:
-            _refuse("punctuation", self.punctuation, "the name of a set, or of a file")
+        if isinstance(self.punctuation, tuple):
+            for index in self.punctuation:
+                _check_int("punctuation", index, "token ids")
+        elif not isinstance(self.punctuation, str) or not self.punctuation:
+            _refuse("punctuation", self.punctuation, "the name of a set or of a file, or token ids")
 
     @property
     def needs_flags(self) -> bool:
@@ -130,8 +139,9 @@ class Settings:
 
     def to_json(self) -> dict[str, Any]:
         out = {name: getattr(self, python) for python, name in _JSON_NAMES.items()}
-        if isinstance(self.lam, tuple):
-            out["lambda"] = list(self.lam)
+        for name in ("lambda", "punctuation"):
+            if isinstance(out[name], tuple):
+                out[name] = list(out[name])
         return out
 
 
@@ -161,10 +171,14 @@ def _layer_range(key: object) -> range:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """One setting for all layers of a model, and overrides for some of them."""
+    """One setting for all layers of a model, and overrides for some of them.
+
+    ``tested_tokens`` is the longest text that whoever made the model tested it with; nothing is computed with it.
+    """
 
     base: Settings = field(default_factory=Settings)
     layers: Mapping[int, Settings] = field(default_factory=dict)
+    tested_tokens: int | None = None
 
     def for_layer(self, layer: int) -> Settings:
         return self.layers.get(layer, self.base)
@@ -176,19 +190,9 @@ class ModelSettings:
     @staticmethod
     def make(base: Settings, values: Mapping[str, Any]) -> ModelSettings:
         """``values`` over ``base``; ``layers`` in it holds overrides: ``{0: {"policy": "dense"}, "3-5": …}``."""
-        values = dict(values)
-        overrides = values.pop("layers", None) or {}
-        base = base.replace(**_from_names(values, ""))
-        layers: dict[int, Settings] = {}
-        for key, changes in overrides.items():
-            settings = base.replace(**_from_names(changes, f"layers {key!r}: "))
-            if settings.punctuation != base.punctuation:
-                raise ValueError(f"settings: layers {key!r}: punctuation cannot differ between layers")
-            for layer in _layer_range(key):
-                if layer in layers:
-                    raise ValueError(f"settings: layer {layer} is given twice in layers")
-                layers[layer] = settings
-        return ModelSettings(base, layers)
+        merged = _Merged(base)
+        merged.add(values)
+        return merged.finish()
 
     def to_json(self) -> dict[str, Any]:
         """What docs/settings.md describes, for a model's configuration."""
@@ -198,7 +202,128 @@ class ModelSettings:
             layers[str(layer)] = {name: value for name, value in settings.to_json().items() if value != out[name]}
         if layers:
             out["layers"] = layers
+        if self.tested_tokens is not None:
+            out["tested_tokens"] = self.tested_tokens
         return out
+
+
+class _Merged:
+    """Settings as they grow from source to source: src/engine/attention_choice.h has the rule in words, and
+    tests/data/attention_rule.json holds both to it."""
+
+    def __init__(self, preset: Settings) -> None:
+        self.preset = self.base = preset
+        self.layers: dict[int, Settings] = {}
+        self.tested_tokens: int | None = None
+
+    def _change(self, one: Settings, values: Mapping[str, Any], own_policy: bool = False) -> Settings:
+        changes = dict(values)
+        policy = changes.pop("policy", one.policy)
+        if policy == one.policy or own_policy:
+            return dataclasses.replace(one, **changes)
+        # What belongs to a policy comes and goes with it.
+        means = ("infllm2", "infllm2-64")
+        if policy in means or one.policy in means:
+            changes.setdefault("lam", 1.0 if policy in means else self.preset.lam)
+        if "infllm2-64" in (policy, one.policy):
+            changes.setdefault("block", 64 if policy == "infllm2-64" else self.preset.block)
+        return dataclasses.replace(one, policy=policy, **changes)
+
+    def add(self, source: Mapping[str, Any]) -> None:
+        values = dict(source)
+        layers = values.pop("layers", None)
+        tested = values.pop("tested_tokens", None)
+        if tested is not None:
+            _check_int("tested_tokens", tested, "1 and up")
+            if tested < 1:
+                _refuse("tested_tokens", tested, "1 and up")
+            self.tested_tokens = tested
+        values = _from_names(values, "")
+        was = self.base.policy
+        if values.get("policy") == "dense":
+            self.layers = {}
+        self.base = self._change(self.base, values)
+        if layers is None:
+            self.layers = {
+                layer: self._change(one, values, own_policy=one.policy != was) for layer, one in self.layers.items()
+            }
+            return
+        self.layers = {}
+        for key, changes in layers.items():
+            one = self._change(self.base, _from_names(changes, f"layers {key!r}: "))
+            if one.punctuation != self.base.punctuation:
+                raise ValueError(f"settings: layers {key!r}: punctuation cannot differ between layers")
+            for layer in _layer_range(key):
+                if layer in self.layers:
+                    raise ValueError(f"settings: layer {layer} is given twice in layers")
+                self.layers[layer] = one
+
+    def finish(self) -> ModelSettings:
+        layers = {layer: one for layer, one in self.layers.items() if one != self.base}
+        return ModelSettings(self.base, layers, self.tested_tokens)
+
+
+AttentionSettings: TypeAlias = Mapping[str, Any] | Settings | ModelSettings | str | os.PathLike[str]
+
+
+def settings_text(settings: str | os.PathLike[str]) -> str:
+    """What stands in a file of settings."""
+    with Path(settings).open("rb") as file:
+        content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        raise ValueError(f"{os.fspath(settings)}: more than {_MAX_FILE_BYTES} bytes; this is no file of settings")
+    return content.decode()
+
+
+def read_settings(settings: AttentionSettings | None) -> dict[str, Any]:
+    """What somebody gave as settings, with the names of docs/settings.md; only what was said."""
+    if settings is None:
+        return {}
+    if isinstance(settings, (Settings, ModelSettings)):
+        return settings.to_json()
+    if not isinstance(settings, Mapping):
+        values = json.loads(settings_text(settings))
+        if not isinstance(values, dict):
+            raise ValueError(f"{os.fspath(settings)}: allowed: a JSON object of settings")
+        return values
+    return {
+        _JSON_NAMES.get(name, name): value
+        if name != "layers"
+        else {str(key): {_JSON_NAMES.get(n, n): v for n, v in one.items()} for key, one in value.items()}
+        for name, value in settings.items()
+    }
+
+
+def resolve(
+    context: int,
+    *,
+    carried: Mapping[str, Any] | None = None,
+    settings: AttentionSettings | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    policy: str = "dense",
+) -> ModelSettings:
+    """The settings that come of all who have a say: arguments count first, then ``settings``, then what a model or
+    adapter carries, then the preset for the context.
+
+    ``policy`` is the one where nobody names one. A setting that then has nothing to act on is an error.
+    """
+    merged = _Merged(Settings.preset(context, policy=policy))
+    if carried:
+        merged.add({"policy": "phsa", **carried} if "attention" not in carried else carried)
+    given = read_settings(settings)
+    merged.add(given)
+    arguments = {name: value for name, value in (arguments or {}).items() if value is not None}
+    merged.add(arguments)
+    out = merged.finish()
+    if all(one.policy == "dense" for one in (out.base, *out.layers.values())):
+        named = [{*values} & {"policy", "attention"} for values in (given, arguments)]
+        unused = {*arguments} - {"policy", "attention"} or ({*given} - {"tested_tokens"} if not any(named) else set())
+        if unused:
+            raise ValueError(
+                f"settings: {sorted(unused)[0]} has no effect: the attention is dense; name a policy, such as phsa, "
+                "or leave it out"
+            )
+    return out
 
 
 def default_scale(head_dim: int) -> float:

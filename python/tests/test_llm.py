@@ -404,7 +404,12 @@ def test_attention_can_be_set_in_all_ways(folder: Path, tmp_path: Path) -> None:
         llm.set_attention(settings=settings)
         assert llm.attention["top_k"] == 1 and llm.attention["layers"]["1"]["top_k"] == 7
     llm.set_attention(settings=wanted, top_k=4)
-    assert llm.attention["top_k"] == 4, "an argument counts more than a file"
+    assert llm.attention["top_k"] == 4 and "layers" not in llm.attention, "an argument counts more than a file"
+    ways = [{"attention": "phsa", "top_k": 2}, {"settings": {"attention": "phsa", "top_k": 2}}]
+    ways += [{"attention": "phsa", "settings": {"top_k": 2}}, {"settings": {"policy": "phsa", "top_k": 2}}]
+    for way in ways:
+        llm.set_attention(**way)
+        assert llm.attention == {**phsa.Settings.preset(512).to_json(), "top_k": 2}
 
 
 def test_sparse_attention_reads_less_and_everything_is_dense(folder: Path) -> None:
@@ -520,7 +525,14 @@ WRONG: list[tuple[type[Exception], list[str], Callable[[phsa.LLM], object]]] = [
     (ValueError, ["tool"], lambda llm: llm.chat([{"role": "tool", "content": "x"}])),
     (ValueError, ["sparse", "phsa", "infllm2"], lambda llm: llm.set_attention("sparse")),
     (ValueError, ["lambda", "2"], lambda llm: llm.set_attention("phsa", lam=2)),
-    (ValueError, ["layer 7"], lambda llm: llm.set_attention(settings={"layers": {"7": {"top_k": 1}}})),
+    (
+        ValueError,
+        ["layer 7"],
+        lambda llm: llm.set_attention(settings={"policy": "phsa", "layers": {"7": {"top_k": 1}}}),
+    ),
+    (ValueError, ["top_k", "phsa"], lambda llm: llm.set_attention(top_k=2)),
+    (ValueError, ["top_k", "phsa"], lambda llm: llm.set_attention(settings={"top_k": 2})),
+    (ValueError, ["lambda", "phsa"], lambda llm: llm.set_attention("infllm2", lam=0.5)),
     (ValueError, ["topk"], lambda llm: llm.set_attention(settings={"topk": 3})),
     (ValueError, ["no-such"], lambda llm: llm.set_attention("phsa", punctuation="no-such")),
     (OSError, ["absent.json"], lambda llm: llm.set_attention(settings="absent.json")),

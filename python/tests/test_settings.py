@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import ctypes
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from phsa import ModelSettings, Settings, _library
+from phsa.settings import resolve
+
+RULE = json.loads((Path(__file__).parents[2] / "tests/data/attention_rule.json").read_text(encoding="utf-8"))
 
 
 def test_presets_are_those_of_the_paper() -> None:
@@ -57,6 +61,31 @@ def test_layers_override() -> None:
 def test_bad_settings_are_refused(values: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelSettings.make(Settings(), values)
+
+
+@pytest.mark.parametrize("case", RULE, ids=[case["name"] for case in RULE])
+def test_the_rule_is_that_of_the_table(case: dict) -> None:
+    """ResolveAttention reads the same file in tests/engine_test.cc."""
+    sources = {name: case.get(name) for name in ("carried", "settings", "arguments")}
+    if "refused" in case:
+        with pytest.raises(ValueError, match=case["refused"] + ".*phsa"):
+            resolve(case.get("context", 8192), **sources)
+        return
+    found = resolve(case.get("context", 8192), **sources).to_json()
+    expected = dict(case["expected"])
+    for key, change in expected.pop("layers", {}).items():
+        first, _, last = key.partition("-")
+        for layer in range(int(first), int(last or first) + 1):
+            assert found["layers"].pop(str(layer)) == change
+    assert not found.pop("layers", {})
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_names_of_python_and_of_json_mean_the_same() -> None:
+    json_names = {"attention": "phsa", "lambda": 0.5, "init_tokens": 16, "layers": {"1": {"lambda": 0.25}}}
+    python_names = {"policy": "phsa", "lam": 0.5, "init": 16, "layers": {1: {"lam": 0.25}}}
+    assert resolve(4096, settings=json_names) == resolve(4096, settings=python_names)
+    assert resolve(4096, settings=resolve(4096, settings=json_names)) == resolve(4096, settings=json_names)
 
 
 def test_json_is_what_the_library_reads() -> None:

@@ -299,7 +299,8 @@ def test_every_method_learns(folder, tmp_path, method, top_k):
     if method == "dense":
         assert last["held_out_loss"] == last["held_out_loss_dense"]
     saved = json.loads((tmp_path / "run/final/phsa.json").read_text())
-    assert {**saved, "dense_below": 0} == run.trainee.settings.to_json() and "dense_below" not in saved
+    assert saved == run.trainee.settings.to_json() and saved["dense_below"] == 0
+    assert saved["tested_tokens"] == run.config.data.length
     assert saved["attention"] == method and saved["top_k"] == top_k
 
 

@@ -152,6 +152,17 @@ PunctuationTable::PunctuationTable(std::string_view set, std::span<const std::st
     for (size_t id = 0; id < tokens.size(); ++id) table_[id] = !is_special(id) && Matches(predicate, tokens[id]);
     return;
   }
+  if (constexpr std::string_view kIds = "ids:"; set.starts_with(kIds)) {
+    const nlohmann::json ids = nlohmann::json::parse(fmt::format("[{}]", set.substr(kIds.size())), nullptr, false);
+    for (const nlohmann::json& id : ids) {
+      if (!id.is_number_unsigned() || id.get<uint64_t>() >= tokens.size() || is_special(id.get<size_t>())) {
+        ThrowInvalid("punctuation: the list of ids has {}; allowed: 0 to {}, no special tokens", id.dump(),
+                     static_cast<int64_t>(tokens.size()) - 1);
+      }
+      table_[id.get<size_t>()] = 1;
+    }
+    return;
+  }
   const std::string path(set);
   if (path.empty() || path.find('\0') != std::string::npos) {
     ThrowInvalid("punctuation: {} is neither a set nor a file; allowed: {}, or a file of ids or strings", Quoted(set),

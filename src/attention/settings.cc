@@ -8,6 +8,7 @@
 #include <set>
 
 #include "attention/plan.h"
+#include "base/as_given.h"
 #include "base/errors.h"
 #include "base/utf8.h"
 
@@ -20,8 +21,9 @@ using OrderedJson = nlohmann::ordered_json;
 constexpr int32_t kMaxTopK = 65536;
 // A JSON text is not trusted: these keep what it can ask for (layers × lists) to some 64 MB.
 constexpr int32_t kMaxLayers = 4096;
-constexpr size_t kMaxPunctuation = 4096;
-constexpr int kMaxDepth = 4;  // the root, "layers", one override, its list of lambdas
+constexpr size_t kMaxPunctuation = 4096, kMaxPunctuationIds = 16384;
+constexpr std::string_view kIds = "ids:";  // what a list of ids is in Settings::punctuation: "ids:11,13"
+constexpr int kMaxDepth = 4;               // the root, "layers", one override, its list of lambdas
 
 constexpr Policy kPolicies[] = {Policy::kDense,     Policy::kPhsa,  Policy::kInfllm2, Policy::kInfllm2_64,
                                 Policy::kStreaming, Policy::kQuest, Policy::kSepllm};
@@ -57,15 +59,6 @@ void CheckLambda(const std::string& name, float value) {
   if (!(value >= 0 && value <= 1)) ThrowInvalid("settings: {} is {}; allowed: 0 to 1", name, value);
 }
 
-// The shortest decimal number that reads back as the same f32: 0.9, not 0.8999999761581421.
-double Shortest(float value) {
-  char text[32];
-  const auto end = std::to_chars(text, text + sizeof(text), value).ptr;
-  double out = 0;
-  std::from_chars(text, end, out);
-  return out;
-}
-
 // A value as it may appear in a message. Lists and objects are named only: they may be of any size and depth.
 std::string Shown(const Json& value) {
   if (value.is_object()) return "an object";
@@ -97,6 +90,21 @@ float ReadLambda(const Json& value, const std::string& where) {
 const std::string& ReadString(const Json& value, const std::string& where, const char* allowed) {
   if (!value.is_string()) ThrowInvalid("settings: {} is {}; allowed: {}", where, Shown(value), allowed);
   return value.get_ref<const std::string&>();
+}
+
+// A list of token ids as Settings has it.
+std::string ReadIds(const Json& list, const std::string& where) {
+  std::string out(kIds);
+  for (const Json& item : list) {
+    const int32_t id = ReadInt(item, where, "a list of token ids");
+    out += fmt::format("{}{}", out.size() > kIds.size() ? "," : "", id);
+    // Stops early: a list of millions must not become a text of megabytes first.
+    if (out.size() > kMaxPunctuationIds) {
+      ThrowInvalid("settings: {} lists {} ids; allowed: as many as take {} characters", where, list.size(),
+                   kMaxPunctuationIds);
+    }
+  }
+  return out;
 }
 
 // Reads one object of settings over `base`. `place` is empty for the root, which alone may have "layers".
@@ -144,10 +152,15 @@ Settings ReadSettings(const Json& object, const Settings& base, const std::strin
     } else if (key == "dense_below") {
       out.dense_below = ReadInt(value, where, "multiples of block_size from 0 to 1073741824");
     } else if (key == "punctuation") {
-      out.punctuation = ReadString(value, where, "the name of a set, or of a file");
+      out.punctuation = value.is_array() ? ReadIds(value, where)
+                                         : ReadString(value, where, "the name of a set or of a file, or a list of ids");
+    } else if (key == "tested_tokens" && place.empty()) {
+      // What whoever made the model says of it; nothing is computed with it.
+      if (ReadInt(value, where, "1 and up") < 1)
+        ThrowInvalid("settings: {} is {}; allowed: 1 and up", where, Shown(value));
     } else if (!(key == "layers" && place.empty())) {
       ThrowInvalid("settings: {} is not a setting; allowed: {}{}", Where(place, Quoted(key)), kKeys,
-                   place.empty() ? ", layers" : "");
+                   place.empty() ? ", tested_tokens, layers" : "");
     }
   }
   try {
@@ -207,10 +220,15 @@ Json Parse(std::string_view text) {
 }
 
 OrderedJson LambdaJson(const Settings& settings) {
-  if (settings.head_lambda.empty()) return Shortest(settings.lambda);
+  if (settings.head_lambda.empty()) return AsGiven(settings.lambda);
   OrderedJson list = OrderedJson::array();
-  for (const float lambda : settings.head_lambda) list.push_back(Shortest(lambda));
+  for (const float lambda : settings.head_lambda) list.push_back(AsGiven(lambda));
   return list;
+}
+
+OrderedJson PunctuationJson(const std::string& punctuation) {
+  if (!punctuation.starts_with(kIds)) return punctuation;
+  return OrderedJson::parse("[" + punctuation.substr(kIds.size()) + "]");
 }
 
 OrderedJson ToJson(const Settings& settings) {
@@ -224,7 +242,7 @@ OrderedJson ToJson(const Settings& settings) {
   out["lambda"] = LambdaJson(settings);
   out["group_reduce"] = Name(settings.group_reduce);
   out["dense_below"] = settings.dense_below;
-  out["punctuation"] = settings.punctuation;
+  out["punctuation"] = PunctuationJson(settings.punctuation);
   return out;
 }
 
@@ -330,6 +348,15 @@ void Validate(const Settings& settings) {
     CheckLambda(fmt::format("head_lambda[{}]", head), settings.head_lambda[head]);
   }
   const std::string& punctuation = settings.punctuation;
+  if (punctuation.starts_with(kIds)) {
+    if (punctuation.size() > kMaxPunctuationIds ||
+        punctuation.find_first_not_of("0123456789,", kIds.size()) != std::string::npos ||
+        !Json::accept("[" + punctuation.substr(kIds.size()) + "]")) {
+      ThrowInvalid("settings: punctuation is {}; allowed after {}: ids with commas between them", Quoted(punctuation),
+                   kIds);
+    }
+    return;
+  }
   if (punctuation.empty() || punctuation.size() > kMaxPunctuation || !IsUtf8(punctuation) ||
       punctuation.find('\0') != std::string::npos) {
     ThrowInvalid("settings: punctuation is {}; allowed: the name of a set, or of a file, 1 to {} bytes of UTF-8",

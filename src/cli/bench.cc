@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/errors.h"
+#include "cli/budget_json.h"
 #include "cli/commands.h"
 #include "cli/options.h"
 #include "cli/terminal.h"
@@ -34,8 +35,8 @@ void Print(const BenchFlags& flags, Engine& engine, const SpeedRow& row) {
   const Settings& settings = engine.options().attention.base;
   const double known = row.times.products + row.times.attention + row.times.other + row.times.selection;
   if (flags.json) {
-    nlohmann::ordered_json line = {
-        {"model", engine.config().name}, {"attention", Name(settings.policy)}, {"top_k", settings.top_k}};
+    nlohmann::ordered_json line = {{"model", engine.config().name}, {"attention", Name(settings.policy)}};
+    AddBudget(settings, &line);
     line.update(SpeedToJson(row));
     line.update({{"weights", engine.plan().weight_types},
                  {"kv_type", engine.plan().kv_type},
@@ -51,9 +52,9 @@ void Print(const BenchFlags& flags, Engine& engine, const SpeedRow& row) {
     WriteOut(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
     return;
   }
-  std::string cells =
-      fmt::format("| {} | {} | {}{} | {} | {} | {:.1f} | {:.1f} |", Name(settings.policy), settings.top_k,
-                  Name(row.test), row.tokens, row.depth, row.batch, row.best(), row.mean());
+  std::string cells = fmt::format("| {} | {} | {}{} | {} | {} | {:.1f} | {:.1f} |", Name(settings.policy),
+                                  Chooses(settings.policy) ? fmt::format("{}", settings.top_k) : "-", Name(row.test),
+                                  row.tokens, row.depth, row.batch, row.best(), row.mean());
   if (flags.profile) {
     for (const double seconds : {row.times.products, row.times.selection, row.times.attention, row.times.other}) {
       cells += fmt::format(" {:.0f} % |", 100 * seconds / known);

@@ -85,6 +85,7 @@ void Chat(const ChatFlags& flags) {
         WriteOut(part);
       };
       const std::vector<int32_t> prompt = chat.Encode(messages, true, engine->tokenizer());
+      WarnPastTested(engine->config(), prompt.size());
       if (session.sequence().length() == 0) {
         HintAtPhsa(flags.attention, attention.front(), prompt.size());
         RestorePromptCache(flags.prompt_cache, session, prompt);

@@ -162,6 +162,7 @@ std::vector<ComparePolicy> Policies(const AttentionFlags& flags, const ModelConf
                                     const std::vector<int32_t>& contexts) {
   std::vector<ComparePolicy> policies;
   std::vector<std::vector<LayerSettings>> known;
+  RefuseWithoutEffect(ChoiceOf(flags), SomeAttentionSettings(flags, config, contexts.front()), true);
   for (const std::string& policy : flags.policies) {
     const size_t most = std::max<size_t>(1, flags.top_k.size());
     for (size_t i = 0; i < most; ++i) {
@@ -169,7 +170,7 @@ std::vector<ComparePolicy> Policies(const AttentionFlags& flags, const ModelConf
       one.policies = {policy};
       if (!flags.top_k.empty()) one.top_k = {flags.top_k[i]};
       const auto attention = [one, &config](int64_t context) {
-        return AttentionSettings(one, config, context).front();
+        return SomeAttentionSettings(one, config, context).front();
       };
       std::vector<LayerSettings> settings;
       settings.reserve(contexts.size());
@@ -281,6 +282,16 @@ std::string CommandLine(const CLI::App& command) {
   return line;
 }
 
+// Tokens of the longest text whose contents matter: speed is the same for any.
+size_t LongestAnswered(const ComparePlan& plan) {
+  size_t longest = plan.text ? plan.text->tokens.size() : 0;
+  if (plan.answers) {
+    for (const CompareQuestion& question : plan.answers->questions) longest = std::max(longest, question.tokens.size());
+  }
+  if (plan.niah) longest = std::max(longest, static_cast<size_t>(plan.niah->lengths.back()));
+  return longest;
+}
+
 void RunComparison(const CompareFlags& flags, const std::string& command_line) {
   CheckParts(flags);
   ReportFolder folder(flags.out);
@@ -299,6 +310,7 @@ void RunComparison(const CompareFlags& flags, const std::string& command_line) {
   std::vector<int32_t> contexts = plan.Contexts();
   contexts.insert(contexts.end(), plan.flops_lengths.begin(), plan.flops_lengths.end());
   plan.policies = Policies(flags.attention, config, contexts);
+  WarnPastTested(config, LongestAnswered(plan));
 
   ModelFlags model = flags.model;
   model.context = std::max(model.context, plan.Context());

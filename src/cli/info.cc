@@ -3,6 +3,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "base/as_given.h"
 #include "base/errors.h"
 #include "base/memory.h"
 #include "cli/commands.h"
@@ -112,6 +113,7 @@ void PrintText(const ModelSource& source, const InfoFlags& flags) {
   line("chat template", source.chat_template().empty() ? "none" : Quoted(source.chat_template()));
   line("sampling", SamplingText(config));
   line("PHSA settings", config.phsa_settings.empty() ? "none" : Quoted(config.phsa_settings));
+  if (const auto tested = TestedTokens(config)) line("tested with", fmt::format("texts of up to {} tokens", *tested));
   if (const Adapter* const adapter = source.adapter()) {
     line("adapter", Quoted(adapter->path(), kQuotedPath));
     line("", fmt::format("{}, {}", adapter->Text(), BytesInWords(adapter->file_bytes())));
@@ -134,10 +136,8 @@ void PrintText(const ModelSource& source, const InfoFlags& flags) {
   WriteOut(out);
 }
 
-template <class T>
-Json OrNull(const std::optional<T>& value) {
-  return value ? Json(*value) : Json(nullptr);
-}
+Json OrNull(const std::optional<int32_t>& value) { return value ? Json(*value) : Json(nullptr); }
+Json OrNull(const std::optional<float>& value) { return value ? Json(AsGiven(*value)) : Json(nullptr); }
 
 void PrintJson(const ModelSource& source, const InfoFlags& flags) {
   const ModelConfig& config = source.config();
@@ -159,10 +159,10 @@ void PrintJson(const ModelSource& source, const InfoFlags& flags) {
   out["context"] = config.context;
   out["vocab_size"] = config.vocab_size;
   out["tied_embeddings"] = config.tied_embeddings;
-  out["rms_eps"] = config.rms_eps;
-  out["rope"] = {{"base", config.rope_base},
+  out["rms_eps"] = AsGiven(config.rms_eps);
+  out["rope"] = {{"base", AsGiven(config.rope_base)},
                  {"scaling", ScalingName(scaling.kind)},
-                 {"factor", scaling.factor},
+                 {"factor", AsGiven(scaling.factor)},
                  {"original_context", scaling.original_context},
                  {"frequency_factors", !scaling.frequency_factors.empty()}};
   if (const auto& gguf = source.gguf_tokenizer()) {
@@ -179,6 +179,7 @@ void PrintJson(const ModelSource& source, const InfoFlags& flags) {
                      {"min_p", OrNull(config.min_p)},
                      {"repetition_penalty", OrNull(config.repetition_penalty)}};
   out["phsa_settings"] = config.phsa_settings.empty() ? Json(nullptr) : Json(config.phsa_settings);
+  out["tested_tokens"] = OrNull(TestedTokens(config));
   if (const Adapter* const adapter = source.adapter()) {
     out["adapter"] = {{"path", adapter->path()},
                       {"base_model", adapter->base_model()},

@@ -66,6 +66,7 @@ void RunInspect(const InspectFlags& flags) {
     model.context = ContextFor(prompt.size(), answer, source->config());
   }
   const LayerSettings attention = Attention(flags, source->config(), model.context);
+  WarnPastTested(source->config(), prompt.size());
   SamplingFlags greedy;
   greedy.temperature = 0;
   greedy.seed = 0;

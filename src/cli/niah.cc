@@ -11,8 +11,9 @@
 #include "eval/niah_heatmap.h"
 #include "eval/niah_report.h"
 #include "eval/niah_run.h"
-#include "eval/query_blocks.h"
+#include "io/sha256.h"
 #include "model/kv_file.h"
+#include "phsa/punctuation.h"
 
 namespace phsa::cli {
 namespace {
@@ -76,17 +77,16 @@ void ReadShard(const std::string& text, NiahPlan& plan) {
 std::vector<LayerSettings> Attentions(const NiahFlags& flags, const ModelConfig& config, int32_t length) {
   std::vector<LayerSettings> all;
   const auto add = [&](const AttentionFlags& one) {
-    for (const LayerSettings& settings : AttentionSettings(one, config, length)) {
+    for (const LayerSettings& settings : SomeAttentionSettings(one, config, length)) {
       LayerSettings canonical = Canonical(settings);
       if (std::find(all.begin(), all.end(), canonical) == all.end()) all.push_back(std::move(canonical));
     }
   };
-  bool uses_lambda = false, uses_top_k = false;
+  bool uses_lambda = false;
   for (const std::string& policy : flags.attention.policies) {
     AttentionFlags one = flags.attention;
     one.policies = {policy};
-    const Policy resolved = AttentionSettings(one, config, length).front().base.policy;
-    uses_top_k = uses_top_k || Chooses(resolved);
+    const Policy resolved = SomeAttentionSettings(one, config, length).front().base.policy;
     // A list sweeps PHSA alone: λ = 1 is what the other methods are.
     if (resolved != Policy::kPhsa || flags.lambdas.empty()) {
       add(one);
@@ -101,29 +101,42 @@ std::vector<LayerSettings> Attentions(const NiahFlags& flags, const ModelConfig&
   if (!flags.lambdas.empty() && !uses_lambda) {
     ThrowInvalid("niah: --lambda is for phsa, and --attention has none; add phsa or leave --lambda out");
   }
-  if (flags.attention.top_k.size() > 1 && !uses_top_k) {
-    ThrowInvalid("niah: -K has {} values, and no policy of --attention chooses blocks; leave -K out, or add phsa",
-                 flags.attention.top_k.size());
-  }
+  RefuseWithoutEffect(ChoiceOf(flags.attention), all, true);
   return all;
 }
 
-NiahHeader Header(const NiahFlags& flags, const Engine& engine, const Haystack* haystack,
+std::string Hash(const std::string& text) {
+  Sha256 hash;
+  hash.Update(text.data(), text.size());
+  return hash.Hex();
+}
+
+NiahHeader Header(const NiahFlags& flags, const NiahPlan& plan, const Engine& engine, const Haystack* haystack,
                   const NiahPromptOptions& options) {
   const ModelConfig& config = engine.config();
-  return {{"model", config.name},
-          {"fingerprint", ModelFingerprint(engine.source())},
-          {"layers", config.num_layers},
-          {"weights", engine.plan().weight_types},
-          {"kv_type", engine.plan().kv_type},
-          {"scoring", Name(Scoring(flags))},
-          {"seed", flags.seed},
-          {"language", flags.language},
-          {"chat", options.chat ? NiahHeader(options.chat->name()) : NiahHeader(false)},
-          {"haystack", haystack != nullptr ? haystack->sha256() : "none"},
-          {"haystack_start", flags.haystack_start},
-          {"repeat_haystack", options.repeat},
-          {"depths", flags.depths}};
+  NiahHeader header = {{"model", config.name}, {"layers", config.num_layers}};
+  for (const auto& [name, value] : ModelIdentity(engine.source()))
+    header[name == "model" ? "fingerprint" : name] = value;
+  header.update({{"end_tokens", config.eos_ids},
+                 {"weights", engine.plan().weight_types},
+                 {"kv_type", engine.plan().kv_type},
+                 {"scoring", Name(Scoring(flags))},
+                 {"seed", flags.seed},
+                 {"language", flags.language},
+                 {"chat", options.chat ? NiahHeader(options.chat->name()) : NiahHeader(false)},
+                 {"haystack", haystack != nullptr ? haystack->sha256() : "none"},
+                 {"haystack_start", flags.haystack_start},
+                 {"repeat_haystack", options.repeat},
+                 {"depths", flags.depths}});
+  if (options.chat) header["chat_template"] = Hash(engine.source().chat_template());
+  // A set is told by its name in each record; a file of that name may have changed.
+  const std::vector<std::string> sets = PunctuationSetNames();
+  for (const NiahConfiguration& one : plan.configurations) {
+    const std::string& set = one.attention.base.punctuation;
+    if (std::find(sets.begin(), sets.end(), set) != sets.end()) continue;
+    header["punctuation"] = Hash(fmt::format("{}", fmt::join(PunctuationOf(engine.tokenizer(), set).Ids(), ",")));
+  }
+  return header;
 }
 
 void Print(const NiahFlags& flags, std::span<const NiahRecord* const> records, const NiahHeader& header) {
@@ -210,6 +223,7 @@ void Run(const NiahFlags& flags) {
     ThrowInvalid("niah: --lengths has {}; the model's context is {} tokens: give at most that", context,
                  source->config().context);
   }
+  WarnPastTested(source->config(), static_cast<size_t>(context));
   for (const int32_t length : lengths) {
     for (LayerSettings& attention : Attentions(flags, source->config(), length)) {
       plan.configurations.push_back({length, std::move(attention)});
@@ -230,7 +244,7 @@ void Run(const NiahFlags& flags) {
     WriteOut(prompts.Build(plan.tasks.front(), lengths.front(), *flags.show_sample).text + "\n");
     return;
   }
-  const NiahHeader header = Header(flags, *engine, haystack ? &*haystack : nullptr, options);
+  const NiahHeader header = Header(flags, plan, *engine, haystack ? &*haystack : nullptr, options);
   if (!flags.export_file.empty()) {
     ExportNiah(*engine, prompts, plan, header, flags.export_file);
     return;

@@ -58,6 +58,8 @@ void AddAttentionFlags(CLI::App& command, AttentionFlags& flags) {
   command.add_option("--init", flags.init, "tokens at the start that are always read")->group(group);
   command.add_option("--local", flags.local, "latest tokens that are always read")->group(group);
   command.add_option("--block", flags.block, "tokens of a block")->group(group);
+  command.add_option("--dense-below", flags.dense_below, "queries at positions below this read everything")
+      ->group(group);
   command.add_option("--group-reduce", flags.group_reduce, "sum, max or none")->group(group);
   command.add_option("--phsa-config", flags.config_file, "a JSON file with settings, per layer where wanted")
       ->group(group);
@@ -83,6 +85,7 @@ AttentionChoice ChoiceOf(const AttentionFlags& flags) {
   choice.init = flags.init;
   choice.local = flags.local;
   choice.block = flags.block;
+  choice.dense_below = flags.dense_below;
   choice.punctuation = flags.punctuation;
   choice.group_reduce = flags.group_reduce;
   if (!flags.config_file.empty()) {
@@ -92,7 +95,8 @@ AttentionChoice ChoiceOf(const AttentionFlags& flags) {
   return choice;
 }
 
-std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const ModelConfig& config, int64_t context) {
+std::vector<LayerSettings> SomeAttentionSettings(const AttentionFlags& flags, const ModelConfig& config,
+                                                 int64_t context) {
   AttentionChoice choice = ChoiceOf(flags);
   std::vector<LayerSettings> all;
   for (const std::string& policy : flags.policies) {
@@ -104,6 +108,12 @@ std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const 
       if (!Chooses(all.back().base.policy)) break;
     }
   }
+  return all;
+}
+
+std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const ModelConfig& config, int64_t context) {
+  std::vector<LayerSettings> all = SomeAttentionSettings(flags, config, context);
+  RefuseWithoutEffect(ChoiceOf(flags), all, true);
   return all;
 }
 
@@ -174,6 +184,14 @@ void HintAtPhsa(const AttentionFlags& flags, const LayerSettings& chosen, size_t
   fmt::print(stderr,
              "attention: dense, as the model carries no settings for PHSA; --attention phsa reads long texts sooner, "
              "and an untrained model's answer may change\n");
+}
+
+void WarnPastTested(const ModelConfig& config, size_t tokens) {
+  static bool warned = false;
+  const std::optional<int32_t> tested = TestedTokens(config);
+  if (warned || !tested || tokens <= static_cast<size_t>(*tested)) return;
+  warned = true;
+  fmt::print(stderr, "warning: {}\n", PastTestedTokens(config, *tested, static_cast<int64_t>(tokens)));
 }
 
 void AddPromptCacheFlags(CLI::App& command, PromptCacheFlags& flags) {

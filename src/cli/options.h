@@ -34,15 +34,19 @@ struct AttentionFlags {
   std::vector<std::string> policies = {"auto"};
   std::vector<int32_t> top_k;  // empty: what the settings say, 16 unless they do
   std::optional<float> lambda;
-  std::optional<int32_t> init, local, block;
+  std::optional<int32_t> init, local, block, dense_below;
   std::string punctuation, group_reduce, config_file;
 };
 void AddAttentionFlags(CLI::App& command, AttentionFlags& flags);
 // The first policy and K.
 AttentionChoice ChoiceOf(const AttentionFlags& flags);
 // One for each policy and K, in that order; K counts once for policies that choose nothing. Flags count first, then
-// --phsa-config, then (policy auto) what the model carries, then the preset for the context.
+// --phsa-config, then what the model carries, then the preset for the context: ResolveAttention. A flag that none of
+// the policies uses is refused.
 std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const ModelConfig& config, int64_t context);
+// The same for some of a command's policies, whose flags may be for the others.
+std::vector<LayerSettings> SomeAttentionSettings(const AttentionFlags& flags, const ModelConfig& config,
+                                                 int64_t context);
 
 // How tokens are chosen. Unset flags take what the model recommends, then the program's own.
 struct SamplingFlags : SamplingChoice {
@@ -65,6 +69,9 @@ ChatTemplate ChooseChatTemplate(const std::string& name, const std::string& mode
 
 // Where auto found no settings and reads a long text densely: one line that says how to ask for PHSA.
 void HintAtPhsa(const AttentionFlags& flags, const LayerSettings& chosen, size_t prompt_tokens);
+
+// Once in a process, where a text is longer than the model's or adapter's settings say that it was tested with.
+void WarnPastTested(const ModelConfig& config, size_t tokens);
 
 // A file that keeps what was read for the next process.
 struct PromptCacheFlags {

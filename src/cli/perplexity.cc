@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/errors.h"
+#include "cli/budget_json.h"
 #include "cli/commands.h"
 #include "cli/options.h"
 #include "cli/terminal.h"
@@ -50,14 +51,13 @@ void PrintJson(const PerplexityFlags& flags, const Engine& engine, const Perplex
                {"loss", result.loss},
                {"tokens", result.tokens},
                {"attention", Name(attention.base.policy)},
-               {"top_k", attention.base.top_k},
-               {"lambda", attention.base.lambda},
                {"read_share", result.tokens_read.share()},
                {"sparsity", BudgetSparsity(attention, engine.config().num_layers, result.tokens)},
                {"weights", engine.plan().weight_types},
                {"kv_type", engine.plan().kv_type},
                {"device", engine.device_name()},
                {"seconds", result.seconds}};
+  AddBudget(attention.base, &line);
   if (recall != nullptr) {
     AddRecall(*recall, "recall", &RecallMeter::Part::all, &line);
     AddRecall(*recall, "recall_sparse", &RecallMeter::Part::sparse, &line);
@@ -102,6 +102,7 @@ void RunPerplexity(const PerplexityFlags& flags) {
   }
   tokens.resize(static_cast<size_t>(context));
   const std::vector<LayerSettings> policies = AttentionSettings(flags.attention, source->config(), context);
+  WarnPastTested(source->config(), tokens.size());
   ModelFlags model = flags.model;
   model.context = context;
   const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, policies.front());

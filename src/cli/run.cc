@@ -2,6 +2,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/errors.h"
+#include "cli/budget_json.h"
 #include "cli/commands.h"
 #include "cli/options.h"
 #include "cli/prompt.h"
@@ -30,6 +31,7 @@ void Run(const RunFlags& flags) {
   const std::vector<LayerSettings> attention = AttentionSettings(flags.attention, source->config(), model.context);
   if (attention.size() != 1) ThrowInvalid("run: one --attention and one -K; `phsa bench` takes lists");
   HintAtPhsa(flags.attention, attention.front(), prompt.size());
+  WarnPastTested(source->config(), prompt.size());
   const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, attention.front());
   LoadEngine(*engine);
 
@@ -43,24 +45,24 @@ void Run(const RunFlags& flags) {
   };
   const GenerateResult result = session.Generate(prompt, options, callbacks);
   bar.Clear();
+  WarnPastTested(engine->config(), prompt.size() + result.tokens.size());
   const auto generated = static_cast<double>(result.tokens.size());
   const double prefill_speed =
       result.prefill_seconds > 0 ? (result.prompt_tokens - result.reused_tokens) / result.prefill_seconds : 0;
   const double decode_speed = result.decode_seconds > 0 && generated > 1 ? (generated - 1) / result.decode_seconds : 0;
   if (flags.json) {
-    const nlohmann::json line = {{"text", result.text},
-                                 {"stop_reason", Name(result.reason)},
-                                 {"prompt_tokens", result.prompt_tokens},
-                                 {"reused_tokens", result.reused_tokens},
-                                 {"tokens", result.tokens.size()},
-                                 {"prefill_tokens_per_s", prefill_speed},
-                                 {"decode_tokens_per_s", decode_speed},
-                                 {"time_to_first_token_s", result.prefill_seconds},
-                                 {"attention", Name(attention.front().base.policy)},
-                                 {"top_k", attention.front().base.top_k},
-                                 {"lambda", attention.front().base.lambda},
-                                 {"read_share", result.tokens_read.share()},
-                                 {"peak_memory_bytes", PeakMemoryBytes()}};
+    nlohmann::json line = {{"text", result.text},
+                           {"stop_reason", Name(result.reason)},
+                           {"prompt_tokens", result.prompt_tokens},
+                           {"reused_tokens", result.reused_tokens},
+                           {"tokens", result.tokens.size()},
+                           {"prefill_tokens_per_s", prefill_speed},
+                           {"decode_tokens_per_s", decode_speed},
+                           {"time_to_first_token_s", result.prefill_seconds},
+                           {"attention", Name(attention.front().base.policy)},
+                           {"read_share", result.tokens_read.share()},
+                           {"peak_memory_bytes", PeakMemoryBytes()}};
+    AddBudget(attention.front().base, &line);
     WriteOut(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
   } else {
     WriteOut("\n");

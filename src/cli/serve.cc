@@ -92,6 +92,7 @@ void RunServe(const ServeFlags& flags) {
   server::ServiceOptions service_options = flags.service;
   service_options.api_key = key;
   service_options.version = PHSA_VERSION;
+  service_options.note = [&log](const std::string& text) { log.Note("warning: " + text); };
 
   LoadEngine(*engine);
   server::Metrics metrics(id);

@@ -1,55 +1,192 @@
 #include "engine/attention_choice.h"
 
+#include <algorithm>
+#include <map>
+#include <vector>
+
+#include "base/as_given.h"
+#include "base/errors.h"
+#include "io/json.h"
+#include "phsa/punctuation.h"
+
 namespace phsa {
 namespace {
 
-LayerSettings CarriedSettings(const std::string& json, bool is_auto) {
-  LayerSettings settings = SettingsFromJson(json);
-  if (is_auto && json.find("\"dense_below\"") == std::string::npos) {
-    settings.base.dense_below = kCrossover;
-    for (auto& [layer, one] : settings.layers) one.dense_below = kCrossover;
+bool IsMean(const Json& policy) { return policy == "infllm2" || policy == "infllm2-64"; }
+
+// Settings as they grow from source to source: each object has all keys.
+struct Merged {
+  const Json preset;
+  Json base = preset;
+  std::map<std::string, Json> layers;  // by layer or range, as the source has them
+
+  void SetPolicy(const Json& policy, Json& one) const {
+    const Json was = one["attention"];
+    if (policy == was) return;
+    one["attention"] = policy;
+    // What belongs to a policy comes and goes with it.
+    if (policy == "infllm2-64" || was == "infllm2-64") {
+      one["block_size"] = policy == "infllm2-64" ? Json(64) : preset["block_size"];
+    }
+    if (IsMean(policy) || IsMean(was)) one["lambda"] = IsMean(policy) ? Json(1) : preset["lambda"];
   }
-  return settings;
+
+  void Change(const Json& source, bool own_policy, Json& one) const {
+    if (source.contains("attention") && !own_policy) SetPolicy(source["attention"], one);
+    for (const auto& [key, value] : source.items()) {
+      if (key != "attention" && key != "layers" && key != "tested_tokens") one[key] = value;
+    }
+  }
+
+  // `source` is one that SettingsFromJson takes.
+  void Add(const Json& source) {
+    const Json was = base["attention"];
+    if (source.contains("attention") && source["attention"] == "dense") layers.clear();
+    Change(source, false, base);
+    if (!source.contains("layers")) {
+      for (auto& [range, one] : layers) Change(source, one["attention"] != was, one);
+      return;
+    }
+    layers.clear();
+    for (const auto& [range, change] : source["layers"].items()) {
+      Change(change, false, layers[range] = base);
+    }
+  }
+
+  LayerSettings Finish() const {
+    Json all = base;
+    for (const auto& [range, one] : layers) {
+      if (one != base) all["layers"][range] = one;
+    }
+    return SettingsFromJson(all.dump());
+  }
+};
+
+Json Parse(const std::string& json) {
+  SettingsFromJson(json);  // judges it
+  return Json::parse(json);
 }
 
-void SetPolicy(Settings& settings, Policy policy) {
-  settings.policy = policy;
-  if (policy == Policy::kInfllm2_64) settings.block_size = 64;
-  if (policy == Policy::kInfllm2 || policy == Policy::kInfllm2_64) {
-    settings.lambda = 1;
-    settings.head_lambda.clear();
+// What a model carries. It is data of others: it may name no file of this machine.
+Json ParseCarried(const std::string& json) {
+  Json carried = Parse(json);
+  if (!carried.contains("attention")) carried["attention"] = "phsa";
+  const std::vector<std::string> sets = PunctuationSetNames();
+  const auto check = [&](const Json& one) {
+    if (!one.contains("punctuation") || one["punctuation"].is_array()) return;
+    const auto& name = one["punctuation"].get_ref<const std::string&>();
+    if (std::find(sets.begin(), sets.end(), name) == sets.end()) {
+      ThrowInvalid(
+          "the settings that the model or its adapter carries name the punctuation {}; allowed there: {}, or a list of "
+          "ids (a file can be given with --punctuation)",
+          Quoted(name), fmt::join(sets, ", "));
+    }
+  };
+  check(carried);
+  if (carried.contains("layers")) {
+    for (const Json& one : carried["layers"]) check(one);
   }
+  return carried;
+}
+
+Json FlagsOf(const AttentionChoice& choice) {
+  Json flags = Json::object();
+  if (choice.policy != "auto") flags["attention"] = choice.policy;
+  if (choice.policy == "dense") return flags;
+  const auto add = [&](const char* key, const auto& value) {
+    if (value) flags[key] = *value;
+  };
+  add("top_k", choice.top_k);
+  if (choice.lambda) flags["lambda"] = AsGiven(*choice.lambda);
+  add("init_tokens", choice.init);
+  add("local_tokens", choice.local);
+  add("block_size", choice.block);
+  add("dense_below", choice.dense_below);
+  if (!choice.punctuation.empty()) flags["punctuation"] = choice.punctuation;
+  if (!choice.group_reduce.empty()) flags["group_reduce"] = choice.group_reduce;
+  return flags;
+}
+
+bool IsSparse(const Settings& settings) { return settings.policy != Policy::kDense; }
+
+template <class Predicate>
+bool AnyLayer(const LayerSettings& settings, const Predicate& predicate) {
+  return predicate(settings.base) || std::any_of(settings.layers.begin(), settings.layers.end(),
+                                                 [&](const auto& layer) { return predicate(layer.second); });
 }
 
 }  // namespace
 
+bool Chooses(Policy policy) { return policy != Policy::kDense && policy != Policy::kStreaming; }
+
 LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig& config, int64_t context) {
-  LayerSettings settings;
-  settings.base = Settings::Preset(context);
-  settings.base.policy = Policy::kDense;
-  const bool is_auto = choice.policy == "auto";
-  if (!choice.config_json.empty()) {
-    settings = CarriedSettings(choice.config_json, is_auto);
-  } else if (is_auto && !config.phsa_settings.empty()) {
-    settings = CarriedSettings(config.phsa_settings, is_auto);
+  Settings preset = Settings::Preset(context);
+  preset.policy = Policy::kDense;
+  Merged merged{Json::parse(SettingsToJson(preset))};
+  if (choice.policy != "auto") PolicyFromName(choice.policy);  // before anything else is read: it lists the names
+  if (!config.phsa_settings.empty()) merged.Add(ParseCarried(config.phsa_settings));
+  Json file = Json::object();
+  if (!choice.config_json.empty()) merged.Add(file = Parse(choice.config_json));
+  merged.Add(FlagsOf(choice));
+  LayerSettings settings = merged.Finish();
+  file.erase("tested_tokens");
+  if (!file.empty() && !file.contains("attention") && choice.policy == "auto" && !AnyLayer(settings, IsSparse)) {
+    ThrowInvalid(
+        "settings: {} has no effect: no policy is named, the model carries none, and the attention is dense; add "
+        "\"attention\": \"phsa\"",
+        file.items().begin().key());
   }
-  const auto change = [&](Settings& one) {
-    if (!is_auto) SetPolicy(one, PolicyFromName(choice.policy));
-    if (choice.top_k) one.top_k = *choice.top_k;
-    if (choice.lambda) {
-      one.lambda = *choice.lambda;
-      one.head_lambda.clear();
-    }
-    if (choice.init) one.init_tokens = *choice.init;
-    if (choice.local) one.local_tokens = *choice.local;
-    if (choice.block) one.block_size = *choice.block;
-    if (!choice.punctuation.empty()) one.punctuation = choice.punctuation;
-    if (!choice.group_reduce.empty()) one.group_reduce = GroupReduceFromName(choice.group_reduce);
-    Validate(one);
-  };
-  change(settings.base);
-  for (auto& [layer, one] : settings.layers) change(one);
   return settings;
+}
+
+void RefuseWithoutEffect(const AttentionChoice& given, std::span<const LayerSettings> settings, bool flags) {
+  const auto chooses = [](const Settings& one) { return Chooses(one.policy); };
+  const auto weighs = [](const Settings& one) { return one.policy == Policy::kPhsa; };
+  const auto check = [&](bool set, const char* name, const char* flag, const auto& uses, const char* users) {
+    if (!set ||
+        std::any_of(settings.begin(), settings.end(), [&](const LayerSettings& one) { return AnyLayer(one, uses); })) {
+      return;
+    }
+    const bool unsaid = (given.policy.empty() || given.policy == "auto") && !AnyLayer(settings.front(), IsSparse);
+    ThrowInvalid("{} has no effect: the attention is {}{}; give {} {}, or leave {} out", flags ? flag : name,
+                 Name(settings.front().base.policy), unsaid ? ", as nothing says otherwise" : "",
+                 flags ? "--attention" : "attention", users, flags ? flag : name);
+  };
+  constexpr const char* kChoosing = "phsa, infllm2, infllm2-64 or quest";
+  constexpr const char* kSparse = "phsa, infllm2, infllm2-64, streaming or quest";
+  check(given.top_k.has_value(), "top_k", "-K", chooses, kChoosing);
+  check(given.lambda.has_value(), "lambda", "--lambda", weighs, "phsa");
+  check(!given.punctuation.empty(), "punctuation", "--punctuation", weighs, "phsa");
+  check(!given.group_reduce.empty(), "group_reduce", "--group-reduce", chooses, kChoosing);
+  check(given.init.has_value(), "init", "--init", IsSparse, kSparse);
+  check(given.local.has_value(), "local", "--local", IsSparse, kSparse);
+  check(given.block.has_value(), "block", "--block", IsSparse, kSparse);
+  check(given.dense_below.has_value(), "dense_below", "--dense-below", IsSparse, kSparse);
+}
+
+std::string CarriedSettings(const ModelConfig& config) {
+  if (config.phsa_settings.empty()) return "";
+  auto json = nlohmann::ordered_json::parse(SettingsToJson(ResolveAttention({}, config, config.context)));
+  if (const std::optional<int32_t> tested = TestedTokens(config)) json["tested_tokens"] = *tested;
+  return json.dump();
+}
+
+std::optional<int32_t> TestedTokens(const ModelConfig& config) {
+  if (config.phsa_settings.empty()) return std::nullopt;
+  try {
+    const Json carried = Parse(config.phsa_settings);
+    if (carried.contains("tested_tokens")) return carried["tested_tokens"].get<int32_t>();
+  } catch (const Error&) {
+    // Told to those who attend by them.
+  }
+  return std::nullopt;
+}
+
+std::string PastTestedTokens(const ModelConfig& config, int32_t tested, int64_t tokens) {
+  return fmt::format(
+      "{} was tested with texts of up to {} tokens, as its settings say; this one has {}: answers may "
+      "get worse beyond",
+      config.name, tested, tokens);
 }
 
 }  // namespace phsa

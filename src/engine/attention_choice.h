@@ -1,10 +1,12 @@
-// How a user says which attention to use, and the settings that come of it: for the program, the Python package and the
-// server alike.
+// How a user says which attention to use, and the settings that come of it: for the program, the Python package, the
+// server and export alike. phsa.settings.resolve is the same rule for what runs on PyTorch;
+// tests/data/attention_rule.json holds both to it.
 #ifndef PHSA_ENGINE_ATTENTION_CHOICE_H_
 #define PHSA_ENGINE_ATTENTION_CHOICE_H_
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "io/model_source.h"
@@ -12,23 +14,41 @@
 
 namespace phsa {
 
-// Query positions from which PHSA was measured to be faster than dense attention (docs/engine.md). "auto" reads densely
-// below, unless the settings say themselves where.
+// Query positions from which PHSA was measured to be faster than dense attention (docs/engine.md).
 inline constexpr int32_t kCrossover = 1024;
 
-// What is not set is left to the settings file, then (policy "auto") to what the model carries, then to the preset for
-// the context.
+// What is not set is left to the settings file, then to what the model or its adapter carries, then to the preset for
+// the context, in which the attention is dense.
 struct AttentionChoice {
-  std::string policy = "auto";  // or a policy's name (phsa/settings.h)
+  std::string policy = "auto";  // not set; or a policy's name (phsa/settings.h)
   std::optional<int32_t> top_k;
   std::optional<float> lambda;
   std::optional<int32_t> init, local, block;
   std::string punctuation, group_reduce;  // empty: not set
   std::string config_json;                // the text of a settings file (docs/settings.md); empty: none
+  std::optional<int32_t> dense_below;
 };
 
 // `context`: the longest text, for the preset. Throws phsa::Error naming the setting, its value and what is allowed.
+//
+// A source changes what it names, in all layers. Two keys are more than themselves: another policy brings its own
+// lambda and block size and leaves layers alone that have a policy of their own, but for "dense", which is for all;
+// "layers" replaces the overrides that lie beneath.
 LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig& config, int64_t context);
+
+// Throws phsa::Error where something that `given` sets (its file apart) matters to none of these settings. `flags`: it
+// is called by the program's flag.
+void RefuseWithoutEffect(const AttentionChoice& given, std::span<const LayerSettings> settings, bool flags);
+
+// Whether queries choose blocks, so that K means something.
+bool Chooses(Policy policy);
+
+// The settings that the model or its adapter carries, complete, as JSON; empty: it carries none.
+std::string CarriedSettings(const ModelConfig& config);
+// The longest text that they say it was tested with; none: they do not say.
+std::optional<int32_t> TestedTokens(const ModelConfig& config);
+// For people, where a text is longer than that.
+std::string PastTestedTokens(const ModelConfig& config, int32_t tested, int64_t tokens);
 
 }  // namespace phsa
 

@@ -283,10 +283,11 @@ KvIdentity Engine::cache_identity() const {
   // A set may be a file, which may have changed.
   Sha256 punctuation;
   punctuation.Update(punctuation_.data(), punctuation_.size());
-  return {{"model", ModelFingerprint(*source_)},
-          {"weights", fmt::format("{} ({})", Name(options_.weights), plan_.weight_types)},
-          {"attention", dense ? "dense" : SettingsToJson(options_.attention)},
-          {"punctuation", punctuation.Hex()}};
+  KvIdentity identity = ModelIdentity(*source_);
+  identity.emplace_back("weights", fmt::format("{} ({})", Name(options_.weights), plan_.weight_types));
+  identity.emplace_back("attention", dense ? "dense" : SettingsToJson(options_.attention));
+  identity.emplace_back("punctuation", punctuation.Hex());
+  return identity;
 }
 
 std::shared_ptr<const TextAttention> Engine::MakeAttention(const LayerSettings& attention) const {

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <utility>
 
 #include "base/errors.h"
 #include "base/mapped_file.h"
 #include "base/new_file.h"
+#include "engine/attention_choice.h"
 #include "engine/engine.h"
 #include "io/gguf_names.h"
 #include "io/hf_config.h"
@@ -14,7 +16,6 @@
 #include "io/model_writer.h"
 #include "model/rope.h"
 #include "model/weights.h"
-#include "phsa/settings.h"
 #include "tokenizer/convert.h"
 
 namespace phsa {
@@ -92,7 +93,7 @@ class Exporter {
     const TensorType own = tensors_.front().tensor->type;  // the embedding's
     const bool plain = own == TensorType::kF32 || own == TensorType::kF16 || own == TensorType::kBf16;
     type_ = options.type.value_or(plain ? own : TensorType::kF16);
-    if (!config_.phsa_settings.empty()) settings_ = SettingsFromJson(config_.phsa_settings);
+    carried_ = CarriedSettings(config_);
   }
 
   bool ToFolder(const fs::path& out) {
@@ -140,7 +141,7 @@ class Exporter {
     header.AddInteger("general.quantization_version", 2);
     AddConfig(header);
     AddTokenizer(header);
-    if (!config_.phsa_settings.empty()) header.AddText("phsa.settings", config_.phsa_settings);
+    if (!carried_.empty()) header.AddText("phsa.settings", carried_);
 
     std::vector<Item> items;
     const std::vector<float> divisors = FrequencyDivisors();
@@ -275,18 +276,15 @@ class Exporter {
     }
     json.erase("dtype");
     json["torch_dtype"] = type_ == TensorType::kF32 ? "float32" : type_ == TensorType::kF16 ? "float16" : "bfloat16";
-    if (!settings_) return json;
+    if (carried_.empty()) return json;
     // As phsa.hf.enable leaves them: with the ids of the punctuation, so that no tokenizer is needed.
-    json["phsa"] = Json::parse(config_.phsa_settings);
+    Json& settings = json["phsa"] = Json::parse(carried_);
     json.erase("phsa_punctuation_ids");
-    if (source_.gguf_tokenizer() || source_.tokenizer_json()) {
-      const std::vector<uint8_t> flags = PunctuationOf(LoadTokenizer(source_), settings_->base.punctuation).table();
-      Json ids = Json::array();
-      for (size_t id = 0; id < flags.size(); ++id) {
-        if (flags[id] != 0) ids.push_back(id);
-      }
-      json["phsa"]["punctuation"] = settings_->base.punctuation;
-      json["phsa_punctuation_ids"] = ids;
+    if (settings["punctuation"].is_array()) {
+      json["phsa_punctuation_ids"] = std::exchange(settings["punctuation"], "custom");
+    } else if (source_.gguf_tokenizer() || source_.tokenizer_json()) {
+      json["phsa_punctuation_ids"] =
+          PunctuationOf(LoadTokenizer(source_), settings["punctuation"].get<std::string>()).Ids();
     }
     return json;
   }
@@ -419,7 +417,7 @@ class Exporter {
   ThreadPool& threads_;
   std::vector<ModelTensor> tensors_;
   TensorType type_ = TensorType::kF16;
-  std::optional<LayerSettings> settings_;
+  std::string carried_;  // the attention's settings, complete
 };
 
 }  // namespace

@@ -11,8 +11,6 @@ int32_t TopK(const Settings& settings) { return Chooses(settings.policy) ? setti
 
 }  // namespace
 
-bool Chooses(Policy policy) { return policy != Policy::kDense && policy != Policy::kStreaming; }
-
 int64_t QueryBlocks::TokensRead(int64_t chosen) const {
   const int64_t before = int64_t{position} + 1;
   if (dense || local_begin > own) return before;

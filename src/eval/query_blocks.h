@@ -4,12 +4,10 @@
 
 #include <cstdint>
 
+#include "engine/attention_choice.h"
 #include "phsa/settings.h"
 
 namespace phsa {
-
-// Whether queries choose blocks, so that K means something.
-bool Chooses(Policy policy);
 
 // The blocks of one query in one layer. Init are [0, init_end), local [local_begin, own], candidates what lies between.
 struct QueryBlocks {

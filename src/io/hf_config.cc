@@ -262,7 +262,13 @@ ModelConfig ReadHfConfig(const Json& json, const std::string& path) {
   config.tied_embeddings = fields.Bool("tie_word_embeddings").value_or(false);
   config.eos_ids = ReadEndTokens(fields).value_or(std::vector<int32_t>());
   ReadRope(fields, &config);
-  if (fields.Object("phsa")) config.phsa_settings = fields.Find("phsa")->dump();
+  if (fields.Object("phsa")) {
+    Json settings = *fields.Find("phsa");
+    // A set of its own lies beside the settings, so that transformers keeps it: phsa.hf.enable.
+    const Json* const ids = fields.Find("phsa_punctuation_ids");
+    if (ids != nullptr && settings.value("punctuation", Json()) == "custom") settings["punctuation"] = *ids;
+    config.phsa_settings = settings.dump();
+  }
   return config;
 }
 

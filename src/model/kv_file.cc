@@ -18,8 +18,8 @@ namespace {
 constexpr std::string_view kMagic = "PHSA KV cache 1\n";
 constexpr size_t kMaxHeader = size_t{1} << 20;
 constexpr const char* kReadAgain = "remove the file, and the text is read again";
-// Enough of a tensor to tell two models apart, little enough to read at once.
-constexpr size_t kFingerprintBytes = 4096;
+// Enough of a tensor to tell two models apart, little enough to read at once: 20 MB of a model with 300 tensors.
+constexpr size_t kWindowBytes = 4096, kWindows = 16;
 
 std::string LayoutInWords(const PageLayout& layout) {
   return fmt::format("{} pages of {} tokens, {} bytes: {} layers, {} KV heads, head_dim {}", DtypeName(layout.dtype),
@@ -45,6 +45,104 @@ void ClearBeyond(const PageLayout& layout, size_t tokens, std::span<uint8_t> pag
     const size_t width = element * static_cast<size_t>(layer.rep_width) * heads;
     clear(layer.representatives + tokens * rows / kPageTokens * width, layer.representatives + rows * width);
   }
+}
+
+void AddText(std::string_view text, Sha256& hash) {
+  // With its length, so that two texts are not the same as two others that are cut elsewhere.
+  const uint64_t size = text.size();
+  hash.Update(&size, sizeof(size));
+  hash.Update(text.data(), text.size());
+}
+
+void AddDescription(const Tensor& tensor, Sha256& hash) {
+  AddText(fmt::format("{} {} {} {}", tensor.name, static_cast<int>(tensor.type), tensor.bytes,
+                      fmt::join(tensor.shape, ",")),
+          hash);
+}
+
+std::string WeightsFingerprint(const ModelSource& source) {
+  Sha256 hash;
+  for (const Tensor* tensor : source.Tensors()) {
+    AddDescription(*tensor, hash);
+    if (tensor->bytes <= kWindowBytes * kWindows) {
+      hash.Update(tensor->data, tensor->bytes);
+      continue;
+    }
+    for (size_t i = 0; i < kWindows; ++i) {  // the first and the last bytes are among them
+      hash.Update(tensor->data + (tensor->bytes - kWindowBytes) / (kWindows - 1) * i, kWindowBytes);
+    }
+    hash.Update(tensor->data + tensor->bytes - kWindowBytes, kWindowBytes);
+  }
+  return hash.Hex();
+}
+
+// All of it: two adapters of one training may begin alike.
+std::string AdapterFingerprint(const Adapter& adapter) {
+  Sha256 hash;
+  for (const auto& [name, matrix] : adapter.matrices()) {
+    for (const Tensor* tensor : {&matrix.a, &matrix.b}) {
+      AddDescription(*tensor, hash);
+      hash.Update(tensor->data, tensor->bytes);
+    }
+    hash.Update(&matrix.scale, sizeof(matrix.scale));
+  }
+  return hash.Hex();
+}
+
+std::string TokenizerFingerprint(const ModelSource& source) {
+  Sha256 hash;
+  if (const auto& gguf = source.gguf_tokenizer()) {
+    AddText(gguf->model, hash);
+    AddText(gguf->pre, hash);
+    for (const std::string& token : gguf->tokens) AddText(token, hash);
+    for (const std::string& merge : gguf->merges) AddText(merge, hash);
+    AddText(fmt::format("{} {} {} {} {}", fmt::join(gguf->token_types, ","), gguf->bos, gguf->eos, gguf->add_bos,
+                        gguf->add_eos),
+            hash);
+  } else if (source.tokenizer_json()) {
+    const MappedFile file(*source.tokenizer_json());
+    hash.Update(file.data(), file.size());
+    AddText(source.tokenizer_config(), hash);
+  } else {
+    return "none";
+  }
+  return hash.Hex();
+}
+
+std::string RopeInWords(const ModelConfig& config) {
+  const RopeScaling& scaling = config.rope_scaling;
+  std::string out = fmt::format("base {}", config.rope_base);
+  const auto add = [&](const char* name, const auto& value) { out += fmt::format(", {} {}", name, value); };
+  const auto add_given = [&](const char* name, const std::optional<float>& value) {
+    if (value) add(name, *value);
+  };
+  switch (scaling.kind) {
+    case RopeScaling::Kind::kNone: break;
+    case RopeScaling::Kind::kLinear: add("linear", scaling.factor); break;
+    case RopeScaling::Kind::kLlama3:
+      add("llama3", scaling.factor);
+      add("from", scaling.original_context);
+      add("low", scaling.low_freq_factor);
+      add("high", scaling.high_freq_factor);
+      break;
+    case RopeScaling::Kind::kYarn:
+      add("yarn", scaling.factor);
+      add("from", scaling.original_context);
+      add("fast", scaling.beta_fast);
+      add("slow", scaling.beta_slow);
+      add_given("attention factor", scaling.attention_factor);
+      add_given("mscale", scaling.mscale);
+      add_given("mscale of all dimensions", scaling.mscale_all_dim);
+      if (!scaling.truncate) out += ", not truncated";
+      break;
+  }
+  if (!scaling.frequency_factors.empty()) {
+    Sha256 hash;
+    hash.Update(scaling.frequency_factors.data(), scaling.frequency_factors.size() * sizeof(float));
+    add("factors", hash.Hex());
+  }
+  if (config.interleaved_rope_rows) out += ", over neighbours";
+  return out;
 }
 
 std::optional<size_t> ToNumber(std::string_view text) {
@@ -86,22 +184,17 @@ class Header {
 
 }  // namespace
 
-std::string ModelFingerprint(const ModelSource& source) {
-  Sha256 hash;
-  const auto add = [&](const Tensor& tensor, size_t most) {
-    const std::string line = fmt::format("{} {} {}\n", tensor.name, static_cast<int>(tensor.type), tensor.bytes);
-    hash.Update(line.data(), line.size());
-    hash.Update(tensor.data, std::min(tensor.bytes, most));
-  };
-  for (const Tensor* tensor : source.Tensors()) add(*tensor, kFingerprintBytes);
-  if (source.adapter() == nullptr) return hash.Hex();
-  // All of it: two adapters of one training may begin alike.
-  for (const auto& [name, matrix] : source.adapter()->matrices()) {
-    add(matrix.a, matrix.a.bytes);
-    add(matrix.b, matrix.b.bytes);
-    hash.Update(&matrix.scale, sizeof(matrix.scale));
-  }
-  return hash.Hex();
+KvIdentity ModelIdentity(const ModelSource& source) {
+  const ModelConfig& c = source.config();
+  return {{"model", WeightsFingerprint(source)},
+          {"architecture",
+           fmt::format("{}, {} layers, {} wide, feed-forward {}, {} query heads, {} KV heads of {}, vocabulary {}{}",
+                       c.architecture, c.num_layers, c.hidden, c.intermediate, c.num_q_heads, c.num_kv_heads,
+                       c.head_dim, c.vocab_size, c.tied_embeddings ? ", tied" : "")},
+          {"RMS epsilon", fmt::format("{}", c.rms_eps)},
+          {"RoPE", RopeInWords(c)},
+          {"adapter", source.adapter() != nullptr ? AdapterFingerprint(*source.adapter()) : "none"},
+          {"tokenizer", TokenizerFingerprint(source)}};
 }
 
 void SaveSequence(const Sequence& sequence, const KvIdentity& identity, const std::filesystem::path& path) {

@@ -21,8 +21,10 @@ namespace phsa {
 // What keys and values depend on besides the tokens, in words: a file is only read where all of it is the same.
 using KvIdentity = std::vector<std::pair<std::string, std::string>>;  // no line breaks, no colon in a name
 
-// Of a model's weights: names, types, sizes and the beginnings of all tensors, and the whole of its adapter.
-std::string ModelFingerprint(const ModelSource& source);
+// What a model computes with, and how it reads text: a fingerprint of its weights (names, types, sizes and parts from
+// all over each tensor: all of it would take as long as reading the text), its numbers, the whole of its adapter and
+// tokenizer.
+KvIdentity ModelIdentity(const ModelSource& source);
 
 // The file appears whole or not at all.
 void SaveSequence(const Sequence& sequence, const KvIdentity& identity, const std::filesystem::path& path);

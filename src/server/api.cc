@@ -8,6 +8,7 @@
 #include "base/errors.h"
 #include "base/utf8.h"
 #include "io/json.h"
+#include "phsa/punctuation.h"
 #include "server/http_types.h"
 
 namespace phsa::server {
@@ -257,50 +258,72 @@ std::optional<uint64_t> Seed(const Fields& fields) {
   return value->get<uint64_t>();
 }
 
-// The attention's settings: those of the server, with what the object "phsa" changes.
-AttentionChoice Attention(const Fields& fields, const ServedModel& model) {
-  static constexpr std::array<std::string_view, 8> kKeys = {"attention", "top_k", "lambda",      "init",
-                                                            "local",     "block", "punctuation", "group_reduce"};
-  // A file of the server's disk is not for its clients to name.
-  static constexpr std::array<std::string_view, 6> kPunctuation = {"en", "zh", "en+zh", "sentence", "pure", "none"};
-  AttentionChoice choice = model.attention;
+// What the object "phsa" says of the attention; what it leaves out is the server's.
+AttentionChoice AskedAttention(const Fields& fields) {
+  static constexpr std::array<std::string_view, 9> kKeys = {
+      "attention", "top_k", "lambda", "init", "local", "block", "dense_below", "punctuation", "group_reduce"};
+  AttentionChoice asked;
+  asked.policy.clear();
   const std::optional<Fields> own = fields.Object("phsa");
-  if (!own) return choice;
+  if (!own) return asked;
   for (const auto& [key, value] : own->object().items()) {
     if (std::find(kKeys.begin(), kKeys.end(), key) == kKeys.end()) {
-      fields.Refuse("phsa", fmt::format(" has {}; allowed: attention, top_k, lambda, init, local, block, punctuation, "
-                                        "group_reduce",
-                                        Quoted(key)));
+      fields.Refuse("phsa", fmt::format(" has {}; allowed: {}", Quoted(key), fmt::join(kKeys, ", ")));
     }
   }
-  if (const auto policy = own->String("attention")) choice.policy = *policy;
+  if (const auto policy = own->String("attention")) asked.policy = *policy;
   // The ranges are judged where all settings are; these only keep the numbers in their types.
-  const auto take = [](const auto& value, auto& field) {
-    if (value) field = *value;
-  };
-  take(own->Int("top_k", 0, INT32_MAX), choice.top_k);
-  take(own->Float("lambda", 0, 1), choice.lambda);
-  take(own->Int("init", 0, INT32_MAX), choice.init);
-  take(own->Int("local", 0, INT32_MAX), choice.local);
-  take(own->Int("block", 1, INT32_MAX), choice.block);
-  const bool small_blocks = own->Find("block") == nullptr || choice.block == 16 || choice.policy == "infllm2-64";
-  if (!small_blocks && (own->Find("init") == nullptr || own->Find("local") == nullptr)) {
+  asked.top_k = own->Int("top_k", 0, INT32_MAX);
+  asked.lambda = own->Float("lambda", 0, 1);
+  asked.init = own->Int("init", 0, INT32_MAX);
+  asked.local = own->Int("local", 0, INT32_MAX);
+  asked.block = own->Int("block", 1, INT32_MAX);
+  asked.dense_below = own->Int("dense_below", 0, INT32_MAX);
+  const bool small_blocks = !asked.block || asked.block == 16 || asked.policy == "infllm2-64";
+  if (!small_blocks && (!asked.init || !asked.local)) {
     own->Refuse("block",
-                fmt::format(" is {}, and init and local must be multiples of it; give all three", *choice.block));
+                fmt::format(" is {}, and init and local must be multiples of it; give all three", *asked.block));
   }
   if (const auto set = own->String("punctuation")) {
-    if (std::find(kPunctuation.begin(), kPunctuation.end(), *set) == kPunctuation.end()) {
-      own->Refuse("punctuation", fmt::format(" is {}; allowed: en, zh, en+zh, sentence, pure, none", Quoted(*set)));
+    // A file of the server's disk is not for its clients to name.
+    const std::vector<std::string> sets = PunctuationSetNames();
+    if (std::find(sets.begin(), sets.end(), *set) == sets.end()) {
+      own->Refuse("punctuation", fmt::format(" is {}; allowed: {}", Quoted(*set), fmt::join(sets, ", ")));
     }
-    choice.punctuation = *set;
+    asked.punctuation = *set;
   }
-  if (const auto reduce = own->String("group_reduce")) choice.group_reduce = *reduce;
+  if (const auto reduce = own->String("group_reduce")) asked.group_reduce = *reduce;
+  return asked;
+}
+
+// The request's over the server's own flags.
+AttentionChoice Over(const AttentionChoice& asked, AttentionChoice choice) {
+  const auto take = [](const auto& value, auto& field) {
+    if (value) field = value;
+  };
+  if (!asked.policy.empty()) choice.policy = asked.policy;
+  take(asked.top_k, choice.top_k);
+  take(asked.lambda, choice.lambda);
+  take(asked.init, choice.init);
+  take(asked.local, choice.local);
+  take(asked.block, choice.block);
+  take(asked.dense_below, choice.dense_below);
+  if (!asked.punctuation.empty()) choice.punctuation = asked.punctuation;
+  if (!asked.group_reduce.empty()) choice.group_reduce = asked.group_reduce;
   return choice;
 }
 
 LayerSettings Resolve(const Fields& fields, const AttentionChoice& choice, const ServedModel& model) {
   return fields.Named("phsa",
                       [&] { return ResolveAttention(choice, model.engine.config(), model.engine.plan().context); });
+}
+
+// What the request asks for must matter; what the server's flags say may be for other requests.
+LayerSettings Attention(const Fields& fields, const ServedModel& model) {
+  const AttentionChoice asked = AskedAttention(fields), choice = Over(asked, model.attention);
+  LayerSettings settings = Resolve(fields, choice, model);
+  fields.Named("phsa", [&] { RefuseWithoutEffect(asked, {&settings, 1}, false); });
+  return settings;
 }
 
 // What completions and chats have in common.
@@ -328,7 +351,7 @@ GenerationRequest Common(const Fields& fields, const ServedModel& model) {
   fields.Neutral("logit_bias", Json::object());
   request.options.sampler =
       fields.Named("temperature", [&] { return ResolveSampling(sampling, model.engine.config()); });
-  request.attention = Resolve(fields, Attention(fields, model), model);
+  request.attention = Attention(fields, model);
   return request;
 }
 
@@ -417,7 +440,8 @@ InspectRequest ParseInspect(std::string_view body, const ServedModel& model) {
   request.options.max_tokens = fields.Int("max_tokens", 0, kMaxInspectedTokens).value_or(0);
   request.options.sampler.temperature = 0;
 
-  AttentionChoice choice = Attention(fields, model);
+  const AttentionChoice asked = AskedAttention(fields);
+  AttentionChoice choice = Over(asked, model.attention);
   request.attention = Resolve(fields, choice, model);
   const ModelConfig& config = model.engine.config();
   const auto dense = [&](const LayerSettings& settings) {
@@ -435,6 +459,7 @@ InspectRequest ParseInspect(std::string_view body, const ServedModel& model) {
                   " asks for dense attention, which reads everything and chooses nothing; allowed here: phsa, "
                   "infllm2, infllm2-64, quest, streaming");
   }
+  fields.Named("phsa", [&] { RefuseWithoutEffect(asked, {&request.attention, 1}, false); });
   int64_t choices = 0;
   for (int32_t layer = 0; layer < config.num_layers; ++layer) {
     const Settings& settings = request.attention.ForLayer(layer);

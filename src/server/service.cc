@@ -169,7 +169,8 @@ Service::Service(ServedModel model, ServiceOptions options, Worker& worker, Metr
       worker_(worker),
       metrics_(metrics),
       started_(std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch())
-                   .count()) {}
+                   .count()),
+      tested_tokens_(TestedTokens(model_.engine.config())) {}
 
 void Service::CheckHead(const HttpRequest& request) const {
   const Route* const route = FindRoute(request.target);
@@ -289,6 +290,7 @@ HttpResponse Service::Models(const HttpRequest& request) {
                         {"weights", plan.weight_types},
                         {"kv_type", plan.kv_type},
                         {"cache_tokens", plan.cache_tokens},
+                        {"tested_tokens", tested_tokens_ ? Json(*tested_tokens_) : Json()},
                         {"chat_template", model_.chat_template ? Json(model_.chat_template->name()) : Json()}}}};
   const std::string path = PathOf(request.target);
   if (!path.starts_with(kModels)) return JsonResponse({{"object", "list"}, {"data", Json::array({model})}});
@@ -356,8 +358,15 @@ void Service::Chat(const HttpRequest& request, std::shared_ptr<Exchange> exchang
   Generate(ParseChat(request.body, model_), std::move(exchange), cancelled);
 }
 
+void Service::NotePastTested(size_t tokens) {
+  if (!tested_tokens_ || tokens <= static_cast<size_t>(*tested_tokens_) || !options_.note) return;
+  if (noted_past_tested_.exchange(true)) return;
+  options_.note(PastTestedTokens(model_.engine.config(), *tested_tokens_, static_cast<int64_t>(tokens)));
+}
+
 void Service::Generate(GenerationRequest request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled) {
   const std::shared_ptr<const TextAttention> attention = AttentionFor(request.attention);
+  for (const Prompt& prompt : request.prompts) NotePastTested(prompt.tokens.size());
   const auto generation = std::make_shared<Generation>(model_, std::move(request), std::move(exchange), cancelled);
   // What the worker says comes to this thread too, so that it finds the stream begun.
   if (!worker_.Submit(generation->Tasks(attention), generation, cancelled)) {

@@ -7,6 +7,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -21,6 +22,7 @@ struct ServiceOptions {
   std::string api_key;      // empty: anybody may ask
   std::string cors_origin;  // whose pages may ask too: an origin, or "*"; empty: nobody's
   std::string version;
+  std::function<void(const std::string& text)> note;  // takes a line for the log; may be empty
 };
 
 class Service {
@@ -59,6 +61,7 @@ class Service {
   void Inspect(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
   void Generate(GenerationRequest request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
   std::shared_ptr<const TextAttention> AttentionFor(const LayerSettings& settings);
+  void NotePastTested(size_t tokens);  // once, in the log
   void CheckDraining() const;
 
   const ServedModel model_;
@@ -66,6 +69,8 @@ class Service {
   Worker& worker_;
   Metrics& metrics_;
   const int64_t started_;
+  const std::optional<int32_t> tested_tokens_;
+  std::atomic<bool> noted_past_tested_ = false;
   std::atomic<bool> draining_ = false;
   // Ways to read that requests asked for lately, the latest first: their texts share pages only where the way is one
   // and the same object.

@@ -101,7 +101,10 @@ def test_a_tiny_model_runs_through_every_command(tiny, tmp_path):
     text.write_text("abc " * 30)
     loss = run_phsa("perplexity", "-m", tiny, "-f", text, "-c", 64, "--json")
     row = json.loads(loss.stdout)
-    assert row["tokens"] == 64 and row["ppl"] > 1 and row["attention"] == "dense" and {"top_k", "lambda"} <= row.keys()
+    assert row["tokens"] == 64 and row["ppl"] > 1 and row["attention"] == "dense"
+    assert not {"top_k", "lambda"} & row.keys(), "they mean nothing to dense attention"
+    loss = run_phsa("perplexity", "-m", tiny, "-f", text, "-c", 64, "--json", "--attention", "phsa,streaming", "-K", 2)
+    assert ['"lambda":0.9' in line and '"top_k":2' in line for line in loss.stdout.splitlines()] == [True, False]
     assert run_phsa("info", tiny).returncode == 0
     assert run_phsa("chat", "-m", tiny, "-n", 3, input="hello\n").returncode == 0
     assert run_phsa("bench", "-m", tiny, "-p", 8, "-n", 2, "-r", 1).returncode == 0

@@ -137,7 +137,7 @@ def test_a_document_is_asked_about_and_the_conversation_goes_on(page, document):
     assert browser.text("#document-tokens") == f"{server.post('/tokenize', content=text)['count']} tokens"
     page.ask("Who?")
     messages = [{"role": "user", "content": text + "\n\nWho?"}]
-    settings = {"attention": "phsa", "lambda": 0.9, **SMALL}
+    settings = {"attention": "phsa", **SMALL}
     options = {"temperature": 0, "max_tokens": 8, "phsa": settings}
     expected = server.post("/v1/chat/completions", messages=messages, **options)
     said = expected["choices"][0]["message"]["content"]
@@ -215,6 +215,23 @@ def test_the_switch_says_how_each_request_is_read(page, document):
     assert shares[0] == 100 > shares[1] > shares[2]
     browser.click("#compare-clear")
     assert browser.texts("#compare tr") == []
+
+
+def test_what_the_user_left_alone_is_left_to_the_model(chromium, tmp_path):
+    settings = {"attention": "phsa", "top_k": 3, "lambda": 0.5, "init_tokens": 16, "local_tokens": 32}
+    with Server(write_gguf(tmp_path / "carrying.gguf", context=CONTEXT, phsa_settings=settings)) as server:
+        page = Page(chromium, server).loaded()
+        page.browser.run("document.querySelector('details').open = true")
+        page.browser.type("#max-tokens", "3")
+        page.ask("Who?")
+        page.browser.type("#top-k", "5")
+        page.ask("Who?")
+        assert [body["phsa"] for body in sent(chromium, "/v1/chat/completions")] == [
+            {"attention": "phsa"},
+            {"attention": "phsa", "top_k": 5},
+        ]
+        assert page.browser.run("document.querySelector('#lambda').placeholder") == "0.5"
+        assert [row.split("\t")[1] for row in page.browser.texts("#compare tr")] == ["5", "3"]
 
 
 def test_an_answer_can_be_stopped(smollm2_page):
@@ -318,7 +335,7 @@ def test_a_dense_answer_shows_what_phsa_would_choose(page, document):
     page.explore()
     assert browser.text("#explore-note") == "Written with dense; shown is what PHSA would choose."
     (asked,) = sent(browser, "/inspect")
-    assert asked["phsa"] == {"attention": "phsa", "lambda": 0.9, **SMALL}
+    assert asked["phsa"] == {"attention": "phsa", **SMALL}
 
 
 def test_the_explorer_takes_a_long_document(page, tmp_path):

@@ -45,9 +45,13 @@ def test_auto_follows_the_models_own_settings(carrying):
     answer, said = ask(carrying)
     assert (answer["attention"], answer["top_k"]) == ("phsa", 4)
     assert "--attention" not in said
-    # Dense up to the crossover, sparse from there on; asked for by name it is sparse throughout, with the same K.
-    asked, _ = ask(carrying, "--attention", "phsa", "--init", 16, "--local", 128, "-K", 4)
-    assert asked["read_share"] < answer["read_share"] < 1
+    asked, _ = ask(carrying, "--attention", "phsa")
+    assert (asked["read_share"], asked["text"]) == (answer["read_share"], answer["text"]), "asked for by name: the same"
+    assert answer["read_share"] < 1
+    other, _ = ask(carrying, "--attention", "infllm2")
+    assert (other["attention"], other["top_k"]) == ("infllm2", 4), "another policy takes the model's budget"
+    later, _ = ask(carrying, "--dense-below", 1024)
+    assert answer["read_share"] < later["read_share"] < 1
     dense, _ = ask(carrying, "--attention", "dense")
     assert dense["read_share"] == 1
     other, _ = ask(carrying, "-K", 2)
@@ -75,7 +79,7 @@ def test_a_file_of_settings_counts_and_flags_count_more(plain, tmp_path):
 
 @pytest.mark.parametrize("policy", ["phsa", "infllm2", "infllm2-64", "streaming", "quest"])
 def test_every_policy_reads_and_writes(plain, policy):
-    answer, _ = ask(plain, "--attention", policy, "-K", 2)
+    answer, _ = ask(plain, "--attention", policy, *(() if policy == "streaming" else ("-K", 2)))
     assert answer["attention"] == policy and answer["tokens"] == 4
     # 3,000 tokens: a quarter of what dense attention reads is far more than any of these needs.
     assert 0 < answer["read_share"] < 0.25
@@ -86,6 +90,32 @@ def test_wrong_policies_are_refused_with_the_right_ones(plain):
     refused(run_phsa("run", "-m", plain, "-p", "x", "--attention", "phsa", "--lambda", 2), "lambda")
     refused(run_phsa("run", "-m", plain, "-p", "x", "--attention", "dense,phsa"), "bench")
     refused(run_phsa("run", "-m", plain, "-p", "x", "--attention", "phsa", "--punctuation", "no-such"), "no-such")
+
+
+def test_a_flag_without_effect_is_refused(plain):
+    refused(run_phsa("run", "-m", plain, "-p", "x", "-K", 4), "-K has no effect", "--attention phsa")
+    refused(run_phsa("run", "-m", plain, "-p", "x", "--attention", "dense", "--local", 64), "--local has no effect")
+    refused(run_phsa("bench", "-m", plain, "--attention", "dense,infllm2", "--lambda", 0.5), "--lambda has no effect")
+    refused(run_phsa("compare", "-m", plain, "--attention", "dense", "-K", 4), "-K has no effect")
+
+
+def test_a_file_named_by_the_model_is_not_read(tmp_path):
+    marks = tmp_path / "marks.txt"
+    marks.write_text(",")
+    model = write_gguf(tmp_path / "hostile.gguf", phsa_settings={**SETTINGS, "punctuation": str(marks)})
+    refused(run_phsa("run", "-m", model, "-p", "x"), "marks.txt", "en+zh")
+    model = write_gguf(tmp_path / "listing.gguf", phsa_settings={**SETTINGS, "punctuation": [11, 13]})
+    assert run_phsa("run", "-m", model, "-p", "x", "-n", 1).returncode == 0
+
+
+def test_a_text_beyond_what_was_tested_is_said_once(tmp_path):
+    settings = {**SETTINGS, "tested_tokens": 100}
+    model = write_gguf(tmp_path / "tested.gguf", context=512, phsa_settings=settings)
+    done = run_phsa("chat", "-m", model, "-n", 2, input=f"{'a' * 20}\n{'b' * 200}\n{'c' * 20}\n")
+    assert done.returncode == 0 and done.stderr.count("tested with texts of up to 100 tokens") == 1
+    assert "tested" not in run_phsa("run", "-m", model, "-p", "short", "-n", 2).stderr
+    assert "tested with    texts of up to 100 tokens" in run_phsa("info", model).stdout
+    assert json.loads(run_phsa("info", model, "--json").stdout)["tested_tokens"] == 100
 
 
 def test_enough_blocks_are_dense(plain):

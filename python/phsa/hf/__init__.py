@@ -27,11 +27,11 @@ except ImportError as error:
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..settings import ModelSettings
+from ..settings import PUNCTUATION_SETS, AttentionSettings, ModelSettings, read_settings, resolve
 from .attention import attention_function, mask_function
 from .cache import PhsaLayer
 from .checks import check_config, check_outputs
-from .hook import ForwardHook, find_decoder, punctuation_ids, settings_from_config
+from .hook import ForwardHook, context_of, find_decoder, punctuation_ids, settings_from_config
 
 __all__ = ["PhsaLayer", "disable", "enable", "settings_of"]
 
@@ -62,18 +62,20 @@ def enable(
     group_reduce: str | None = None,
     dense_below: int | None = None,
     layers: Mapping[int | str, Mapping[str, Any]] | None = None,
+    settings: AttentionSettings | None = None,
     tokenizer: Any = None,
     backend: str = "auto",
     check: bool = True,
 ) -> _Model:
     """Makes a model attend sparsely, and writes the settings into its configuration, to be saved with it.
 
-    What is not given keeps the value that the model's configuration carries, or has the default: the paper's setting
-    for the model's context length, K = 16 and lambda = 0.9.
+    What is not given is taken from ``settings``, then from what the model's configuration carries, then from the
+    paper's preset for the model's context length (K = 16, lambda = 0.9): docs/settings.md.
 
     Args:
         punctuation: a named set (en, zh, en+zh, sentence, pure, none), a file of ids or strings, or token ids.
         layers: other settings for some layers: ``{0: {"policy": "dense"}, "3-5": {"top_k": 32}}``.
+        settings: all of it in one: a mapping, ``phsa.Settings``, ``phsa.ModelSettings`` or a JSON file.
         tokenizer: that of the model. None: it is loaded from where the model came from.
         backend: auto, cpu, cuda or torch, as in phsa.ops.phsa_attention.
         check: whether to run a few tokens through the model and compare with its own attention.
@@ -83,6 +85,8 @@ def enable(
     inner = _unwrap(model)
     decoder = find_decoder(inner)
     check_config(decoder)
+    if punctuation is not None and not isinstance(punctuation, str):
+        punctuation = tuple(int(index) for index in punctuation)
     given = {
         "top_k": top_k,
         "lam": lam,
@@ -93,12 +97,15 @@ def enable(
         "group_reduce": group_reduce,
         "dense_below": dense_below,
         "layers": layers,
-        "punctuation": "custom" if punctuation is not None and not isinstance(punctuation, str) else punctuation,
+        "punctuation": punctuation,
     }
+    values = read_settings(settings)
     config = decoder.config
-    settings = _merged(config, {name: value for name, value in given.items() if value is not None})
-    _check_layers(settings, config)
-    ids = punctuation_ids(config, settings.base.punctuation, punctuation, tokenizer, settings.needs_flags)
+    carried = getattr(config, "phsa", None)
+    resolved = resolve(context_of(config), carried=carried, settings=values, arguments=given, policy=NAME)
+    _check_layers(resolved, config)
+    asked = punctuation if punctuation is not None else values.get("punctuation")
+    ids = punctuation_ids(config, resolved.base.punctuation, asked, tokenizer, resolved.needs_flags)
 
     previous = config._attn_implementation
     hook = ForwardHook.attached(decoder) or ForwardHook.attach(decoder)
@@ -106,7 +113,9 @@ def enable(
         hook.previous = previous
     hook.backend = backend
     before = {name: getattr(config, name, None) for name in ("phsa", "phsa_punctuation_ids")}
-    config.phsa = settings.to_json()
+    config.phsa = resolved.to_json()
+    if config.phsa["punctuation"] not in PUNCTUATION_SETS:
+        config.phsa["punctuation"] = "custom"  # its ids lie beside it; a file's name means nothing elsewhere
     _set(config, "phsa_punctuation_ids", ids)
     try:
         inner.set_attn_implementation(NAME)
@@ -145,16 +154,7 @@ def _set(config: transformers.PreTrainedConfig, name: str, value: Any) -> None:
 
 def settings_of(model: nn.Module) -> ModelSettings:
     """The settings that a model has, or would have if it were enabled now."""
-    return _merged(find_decoder(_unwrap(model)).config, {})
-
-
-def _merged(config: transformers.PreTrainedConfig, given: Mapping[str, Any]) -> ModelSettings:
-    saved = settings_from_config(config)
-    values = dict(given)
-    if "layers" not in values:
-        # Overrides that the configuration carries stay, on top of the new settings for all layers.
-        values["layers"] = (getattr(config, "phsa", None) or {}).get("layers") or {}
-    return ModelSettings.make(saved.base, values)
+    return settings_from_config(find_decoder(_unwrap(model)).config)
 
 
 def _check_layers(settings: ModelSettings, config: transformers.PreTrainedConfig) -> None:

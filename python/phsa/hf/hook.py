@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from .. import punctuation as punctuation_sets
-from ..settings import ModelSettings, Settings
+from ..settings import PUNCTUATION_SETS, ModelSettings, resolve
 from .attention import make_batch
 from .cache import adopt
 
@@ -24,17 +24,24 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 def settings_from_config(config: PreTrainedConfig) -> ModelSettings:
     """The settings that a configuration carries, over the defaults for its context length."""
-    base = Settings.preset(getattr(config, "max_position_embeddings", None) or 1 << 20)
-    return ModelSettings.make(base, getattr(config, "phsa", None) or {})
+    return resolve(context_of(config), carried=getattr(config, "phsa", None), policy="phsa")
+
+
+def context_of(config: PreTrainedConfig) -> int:
+    return getattr(config, "max_position_embeddings", None) or 1 << 20
 
 
 def punctuation_ids(
-    config: PreTrainedConfig, name: str, given: str | Iterable[int] | None, tokenizer: Any, needed: bool
+    config: PreTrainedConfig,
+    name: str | tuple[int, ...],
+    given: str | Iterable[int] | None,
+    tokenizer: Any,
+    needed: bool,
 ) -> list[int] | None:
-    """The token ids of a punctuation set: those given, those that the configuration carries, or the tokenizer's.
-    None where they are not needed and not at hand."""
-    if given is not None and not isinstance(given, str):
-        ids = sorted({int(index) for index in given})
+    """The token ids of a punctuation set: those listed, those that the configuration carries, or the tokenizer's.
+    None where they are not needed and not at hand. `given`: what the user says; None: `name` is the configuration's."""
+    if not isinstance(name, str):
+        ids = sorted(set(name))
         if ids and not 0 <= ids[0] <= ids[-1] < config.vocab_size:
             raise ValueError(
                 f"phsa: punctuation has ids from {ids[0]} to {ids[-1]}; allowed: 0 to {config.vocab_size - 1}"
@@ -47,8 +54,14 @@ def punctuation_ids(
         return list(saved)
     if not needed and tokenizer is None:
         return None
-    if name == "custom":
+    if given is None and name == "custom":
         raise ValueError("phsa: the configuration has a punctuation set of its own, but its ids are missing: give them")
+    if given is None and name not in PUNCTUATION_SETS:
+        # A model is data of others: it may name no file of this machine.
+        raise ValueError(
+            f"phsa: the configuration names the punctuation {name!r}; allowed there: {', '.join(PUNCTUATION_SETS)}. "
+            "Give a file or ids with phsa.hf.enable(model, punctuation=…)"
+        )
     if tokenizer is None:
         tokenizer = _load_tokenizer(config)
     return punctuation_sets.ids(tokenizer, name)

@@ -11,6 +11,7 @@ goes on where it was.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -140,8 +141,10 @@ def run(
     limit: int | None = None,
     batch_tokens: int = 1,
     quiet: bool = False,
+    adapter: str = "none",
 ) -> list[dict[str, Any]]:
-    """Answers the samples that `out` lacks and appends them to it. Returns the new records."""
+    """Answers the samples that `out` lacks and appends them to it. Returns the new records. `adapter`: what tells it
+    from others."""
     header, samples = read_samples(samples_file)
     context = model.config.max_position_embeddings
     longest = max((record["length"] for sample in samples for record in sample["records"]), default=0)
@@ -150,6 +153,7 @@ def run(
     dtype = str(model.dtype).removeprefix("torch.")
     kept = {name: value for name, value in header.items() if name not in ("vocabulary", "punctuation")}
     kept |= {"format": ANSWERS_FORMAT, "model": name, "fingerprint": "", "weights": dtype, "kv_type": dtype}
+    kept |= {"adapter": adapter}
     known = _open_answers(Path(out), kept)
     samples = samples[:limit]
     missing = sum(key(record) not in known for sample in samples for record in sample["records"])
@@ -187,11 +191,15 @@ def main() -> None:
     try:
         read_samples(args.samples)  # before the weights are loaded
         model = load_model(args.model, getattr(torch, args.dtype))
+        adapter = "none"
         if args.adapter is not None:
             from ..train.lora import load_adapter
 
             load_adapter(Path(args.adapter), model)
-        run(model.to(args.device).eval(), args.model, args.samples, args.out, args.limit, args.batch_tokens)
+            files = [Path(args.adapter, name) for name in ("adapter_config.json", "adapter_model.safetensors")]
+            adapter = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+        model = model.to(args.device).eval()
+        run(model, args.model, args.samples, args.out, args.limit, args.batch_tokens, adapter=adapter)
     except (OSError, ValueError) as error:
         sys.exit(f"phsa: {error}")
 

@@ -25,6 +25,8 @@ def set_attention(
         return
     config = find_decoder(model).config
     config.phsa = dict(attention)
-    enable(model, punctuation=punctuation[attention["punctuation"]], backend=backend, check=False)
+    name = attention["punctuation"]
+    enable(model, punctuation=punctuation[name] if isinstance(name, str) else name, backend=backend, check=False)
     # enable() calls ids that it is given "custom"; these are the named set's.
-    config.phsa = {**config.phsa, "punctuation": attention["punctuation"]}
+    if isinstance(name, str):
+        config.phsa = {**config.phsa, "punctuation": name}

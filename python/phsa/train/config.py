@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tomllib
 
-from ..settings import ModelSettings, Settings
+from ..settings import ModelSettings, resolve
 
 METHODS = ("dense", "infllm2", "phsa")
 TRAINING_TOP_K = (0, 1, 2, 4, 8, 16)
+TRAINING_TOP_K_DEFAULT = 2
 DTYPES = ("float32", "bfloat16")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -35,24 +36,25 @@ class Model:
 @dataclass
 class Attention:
     method: str = "phsa"
-    top_k: int = 2
-    lam: float = 0.9  # `lambda` in the file
-    punctuation: str = "en"
-    init: int | None = None  # None: the paper's setting for the length of the sequences
+    # None, here and below: what the model carries, else K = 2 and the paper's setting for the length of the sequences.
+    top_k: int | None = None
+    lam: float | None = None  # `lambda` in the file
+    punctuation: str | None = None
+    init: int | None = None
     local: int | None = None
-    dense_below: int = 0
+    dense_below: int | None = None
     backend: str = "auto"
 
-    def settings(self, length: int) -> ModelSettings:
-        """As they are written into the trained model."""
-        changes: dict[str, Any] = {"policy": self.method, "top_k": self.top_k, "punctuation": self.punctuation}
-        changes["dense_below"] = self.dense_below
-        if self.method == "phsa":
-            changes["lam"] = self.lam
-        for name in ("init", "local"):
-            if getattr(self, name) is not None:
-                changes[name] = getattr(self, name)
-        return ModelSettings(Settings.preset(length, **changes))
+    def settings(self, length: int, carried: Mapping[str, Any] | None = None) -> ModelSettings:
+        """As they are written into the trained model: complete. `carried`: the settings of the model to train."""
+        names = ("top_k", "lam", "punctuation", "init", "local", "dense_below")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.method != "phsa":
+            given.pop("lam", None)
+        if "top_k" not in given and "top_k" not in (carried or {}):
+            given["top_k"] = TRAINING_TOP_K_DEFAULT
+        settings = resolve(length, carried=carried, settings={"policy": self.method, **given})
+        return dataclasses.replace(settings, tested_tokens=length)
 
 
 @dataclass
@@ -190,8 +192,8 @@ def _check(config: Config) -> None:
     attention, data, optimizer = config.attention, config.data, config.optimizer
     require(attention.method in METHODS, "attention.method", attention.method, ", ".join(METHODS))
     allowed = ", ".join(map(str, TRAINING_TOP_K))
-    require(attention.top_k in TRAINING_TOP_K, "attention.top_k", attention.top_k, allowed)
-    require(attention.punctuation in ("en", "en+zh"), "attention.punctuation", attention.punctuation, "en, en+zh")
+    require(attention.top_k in (None, *TRAINING_TOP_K), "attention.top_k", attention.top_k, allowed)
+    require(attention.punctuation in (None, "en", "en+zh"), "attention.punctuation", attention.punctuation, "en, en+zh")
     require(config.model.dtype in DTYPES, "model.dtype", config.model.dtype, ", ".join(DTYPES))
     require(data.length >= 16, "data.length", data.length, "16 and up")
     for name in ("repeat_share", "repeat_part"):

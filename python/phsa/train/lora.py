@@ -101,12 +101,7 @@ def save_adapter(
         "inference_mode": True,
     }
     write_json(folder / "adapter_config.json", configuration)
-    attention = settings.to_json()
-    if not attention["dense_below"]:
-        # Trained sparsely from the first token on. Left out, the engine may read the first ones densely, where that is
-        # as fast.
-        del attention["dense_below"]
-    write_json(folder / "phsa.json", attention)
+    write_json(folder / "phsa.json", settings.to_json())
 
 
 def load_adapter(folder: Path, model: PreTrainedModel) -> None:

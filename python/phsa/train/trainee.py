@@ -70,14 +70,18 @@ class Trainee:
     def __init__(self, config: Config, punctuation: Mapping[str, Any], device: torch.device, world: int) -> None:
         self.config = config
         self.device = device
-        self.settings = config.attention.settings(config.data.length)
-        self.dense = ModelSettings(self.settings.base.replace(policy="dense"))
         self._punctuation = punctuation
         dtype = getattr(torch, config.model.dtype)
         full = config.lora is None
         # Trained weights are kept in float32; FSDP casts them for the products, on one process too.
         self._sharded = world > 1 or (full and dtype != torch.float32)
         model = load_model(config.model.path, torch.float32 if full else dtype)
+        self.settings = config.attention.settings(config.data.length, getattr(model.config, "phsa", None))
+        self.dense = ModelSettings(self.settings.base.replace(policy="dense"))
+        marks = self.settings.base.punctuation
+        if marks not in punctuation:
+            have = ", ".join(punctuation)
+            raise ConfigError(f"the model carries the punctuation {marks!r}; set attention.punctuation: {have}")
         context = model.config.max_position_embeddings
         if config.data.length > context:
             raise ConfigError(f"data.length is {config.data.length}; the model's context is {context} tokens")
