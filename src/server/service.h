@@ -9,7 +9,9 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "server/allowed_hosts.h"
 #include "server/api.h"
 #include "server/http_types.h"
 #include "server/metrics.h"
@@ -21,6 +23,7 @@ struct ServiceOptions {
   std::string api_key;      // empty: anybody may ask
   std::string cors_origin;  // whose pages may ask too: an origin, or "*"; empty: nobody's
   std::string version;
+  std::vector<std::string> hosts = {};  // names of this server beside localhost, where there is no key
 };
 
 class Service {
@@ -63,6 +66,7 @@ class Service {
 
   const ServedModel model_;
   const ServiceOptions options_;
+  const AllowedHosts hosts_;
   Worker& worker_;
   Metrics& metrics_;
   const int64_t started_;
