@@ -611,6 +611,36 @@ def test_an_answer_ends_when_its_client_has_gone(server):
     server.wait_for(lambda: any("client has gone" in line for line in server.lines))
 
 
+# The second does not fit into what is taken in of it.
+@pytest.mark.parametrize("ahead", [b"G", b"GET /health HTTP/1.1\r\nX: " + b"x" * 100_000], ids=["a byte", "too much"])
+def test_an_answer_ends_when_its_client_has_sent_more_and_gone(server, ahead):
+    def metric(name, **labels):
+        return server.metric(f"vllm:{name}", **labels)
+
+    for streaming in (True, False):
+        aborted = metric("request_success_total", finished_reason="abort")
+        raw = long_stream(server, stream=streaming, n=20)  # more than the cache holds at once: they take a while
+        server.wait_for(lambda: metric("num_requests_waiting") > 0)
+        raw.sendall(ahead)
+        time.sleep(0.1)  # so that the end comes by itself
+        raw.shutdown(socket.SHUT_WR)  # close() would reset the connection where a part of the stream was not read
+        server.wait_for(lambda: metric("num_requests_running") == 0)
+        raw.close()
+        assert metric("request_success_total", finished_reason="abort") > aborted
+
+
+def test_a_request_that_comes_during_an_answer_is_answered_behind_it(server):
+    with server.socket() as raw:
+        body = b'{"prompt": "x", "max_tokens": 1000, "stream": true, "ignore_eos": true}'
+        raw.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        received = raw.recv(65536)
+        for part in (b"GET /hea", b"lth HTTP/1.1\r\nHost: localhost\r\n", b"Connection: close\r\n\r\n"):
+            raw.sendall(part)
+            received += raw.recv(65536)
+        received += b"".join(iter(lambda: raw.recv(65536), b""))
+    assert received.count(b"HTTP/1.1 200 OK") == 2 and received.endswith(b'{"status":"ok"}')
+
+
 def test_a_client_that_does_not_read_is_left(impatient):
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
