@@ -2,10 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <new>
 #include <stdexcept>
 
+#include "failing_backend.h"
 #include "fake_engine.h"
 #include "refusal.h"
+#include "test_backend.h"
 
 namespace phsa {
 namespace {
@@ -380,33 +384,120 @@ TEST(Scheduler, WhatGoesWrongWithOneRequestEndsThatOneOnly) {
   EXPECT_THROW(GenerateAll(*engine, {good, bad_text}, 2), std::runtime_error);
 }
 
-TEST(Scheduler, AStepThatFailsLosesNothing) {
-  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(512, 64));
-  const std::vector<Request> requests = {MakeRequest(Tokens(100, 1), Greedy(80)),
-                                         MakeRequest(Tokens(90, 2), Sampled(80, 3))};
-  const GenerateResult expected[] = {Lone(*engine, requests[0]), Lone(*engine, requests[1])};
-  Scheduler scheduler(*engine, 2);
-  const int64_t ids[] = {scheduler.Add(requests[0]), scheduler.Add(requests[1])};
-  for (int i = 0; i < 5; ++i) scheduler.Step();
-  {
-    // Somebody takes the pages that were counted on.
-    Sequence intruder(engine->cache());
-    intruder.Append(Tokens(256));
-    int refused = 0;
-    for (int i = 0; i < 60; ++i) {
-      try {
-        scheduler.Step();
-      } catch (const Error& error) {
-        EXPECT_NE(std::string(error.what()).find("KV cache"), std::string::npos);
-        ++refused;
+// An engine whose steps fail as the test says.
+struct FailingEngine {
+  explicit FailingEngine(const EngineOptions& options)
+      : engine(std::make_unique<FakeModel>(), SmallTokenizer(), options) {
+    auto owned = std::make_unique<FailingBackend>(
+        TestBackend(engine.source(), WeightsMode::kF32, PHSA_F32, options.chunk, engine.threads()));
+    backend = owned.get();
+    engine.Use(std::move(owned));
+  }
+  Engine engine;
+  FailingBackend* backend = nullptr;
+};
+
+TEST(Scheduler, ARequestThatCannotBeReadEndsAloneAndChangesNoOther) {
+  using Where = FailingBackend::Where;
+  EngineOptions options = FakeOptions(640, 64);
+  options.cache_tokens = 8192;
+  options.other_attention = true;
+  for (const Where where : {Where::kBegin, Where::kLayer, Where::kLogits}) {
+    // In reading its prompt, and in writing its answer.
+    for (const int32_t from : {0, 90}) {
+      SCOPED_TRACE(std::to_string(static_cast<int>(where)) + " " + std::to_string(from));
+      FailingEngine failing(options);
+      Engine& engine = failing.engine;
+      std::vector<Request> requests;
+      std::vector<GenerateResult> expected;
+      for (uint32_t i = 0; i < 7; ++i) {
+        // The dice of the others must not be thrown twice.
+        requests.push_back(MakeRequest(Tokens(30 + 9 * i, i), Sampled(20 + static_cast<int32_t>(i), i)));
+        requests.back().options.ignore_eos = true;
+        requests.back().options.log_probabilities = 2;
+        expected.push_back(Lone(engine, requests.back()));
+      }
+      requests[3].options.prompt_log_probabilities = true;
+      requests[3].options.sampler.temperature = 0;
+      expected[3] = GenerateAll(engine, {requests[3]}, 1).front();
+      Request bad = MakeRequest(Tokens(85, 40), Greedy(40));
+      bad.options.ignore_eos = true;
+      LayerSettings settings;
+      settings.base = SmallSettings(Policy::kStreaming, 0);
+      bad.attention = engine.MakeAttention(settings);  // by which its steps are known
+      const Request before = MakeRequest(Tokens(300, 50), Greedy(3));
+
+      Scheduler scheduler(engine, 8);
+      const int64_t finished = scheduler.Add(before);
+      while (scheduler.Step()) {
+      }
+      EXPECT_TRUE(scheduler.Take(finished));
+      std::vector<int64_t> ids;
+      int64_t bad_id = 0;
+      for (size_t i = 0; i < requests.size(); ++i) {
+        if (i == 4) bad_id = scheduler.Add(bad);
+        ids.push_back(scheduler.Add(requests[i]));
+      }
+      int failures = 0;
+      failing.backend->where = where;
+      failing.backend->fails = [&](const StepRows& rows) {
+        const bool fails = std::ranges::any_of(rows.groups, [&](const StepGroup& group) {
+          return group.settings == &bad.attention->settings && rows.kv_lens[group.first_item] > from;
+        });
+        failures += fails ? 1 : 0;
+        return fails;
+      };
+      while (scheduler.Step()) {
+      }
+      EXPECT_EQ(failures, 4) << "with seven others, with three, with one, alone";
+      EXPECT_THROW(scheduler.Take(bad_id), std::bad_alloc);
+      for (size_t i = 0; i < ids.size(); ++i) {
+        const std::optional<GenerateResult> result = scheduler.Take(ids[i]);
+        ASSERT_TRUE(result) << i;
+        ExpectSameAnswer(*result, expected[i]);
+        ASSERT_EQ(result->log_probabilities.size(), expected[i].log_probabilities.size());
+        for (size_t t = 0; t < result->log_probabilities.size(); ++t) {
+          EXPECT_EQ(result->log_probabilities[t].value, expected[i].log_probabilities[t].value);
+        }
+        ASSERT_EQ(result->prompt_log_probabilities.size(), expected[i].prompt_log_probabilities.size());
+        for (size_t t = 0; t < result->prompt_log_probabilities.size(); ++t) {
+          EXPECT_EQ(result->prompt_log_probabilities[t].value, expected[i].prompt_log_probabilities[t].value);
+        }
+      }
+      // What was read before is still there.
+      const int64_t again = scheduler.Add(before);
+      while (scheduler.Step()) {
+      }
+      EXPECT_EQ(scheduler.Take(again)->reused_tokens, 299);
+    }
+  }
+}
+
+TEST(Scheduler, ADeviceThatFailsLosesNothingIfItWorksAgain) {
+  using Where = FailingBackend::Where;
+  for (const Where where : {Where::kLayer, Where::kLogits}) {
+    FailingEngine failing(FakeOptions(512, 64));
+    const std::vector<Request> requests = {MakeRequest(Tokens(100, 1), Sampled(80, 2)),
+                                           MakeRequest(Tokens(90, 2), Sampled(80, 3))};
+    const GenerateResult expected[] = {Lone(failing.engine, requests[0]), Lone(failing.engine, requests[1])};
+    Scheduler scheduler(failing.engine, 2);
+    const int64_t ids[] = {scheduler.Add(requests[0]), scheduler.Add(requests[1])};
+    failing.backend->where = where;
+    failing.backend->fail = [] { throw Error(PHSA_IO, "the device is gone"); };
+    for (int i = 0; i < 20; ++i) {
+      failing.backend->fails = [&](const StepRows&) { return i % 3 == 2; };
+      if (i % 3 == 2) {
+        EXPECT_THROW(scheduler.Step(), Error);
+      } else {
+        EXPECT_TRUE(scheduler.Step());
       }
     }
-    EXPECT_GT(refused, 10);
     EXPECT_EQ(scheduler.running(), 2);
+    failing.backend->fails = {};
+    while (scheduler.Step()) {
+    }
+    for (int i = 0; i < 2; ++i) ExpectSameAnswer(*scheduler.Take(ids[i]), expected[i]);
   }
-  while (scheduler.Step()) {
-  }
-  for (int i = 0; i < 2; ++i) ExpectSameAnswer(*scheduler.Take(ids[i]), expected[i]);
 }
 
 TEST(Scheduler, ACacheThatOthersFilledIsAnErrorAndNoEndlessWait) {

@@ -1,10 +1,12 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <future>
 #include <mutex>
 #include <thread>
 
+#include "failing_backend.h"
 #include "fake_engine.h"
 #include "io/json.h"
 #include "other_device.h"
@@ -320,6 +322,65 @@ TEST(DeviceFailure, IsAnsweredAndShownByHealthUntilItWorksAgain) {
   ASSERT_EQ(after.status, 200) << after.body;
   EXPECT_EQ(Json::parse(after.body)["choices"], Json::parse(before.body)["choices"]);
   EXPECT_EQ(ask("GET", "/health", "").status, 200);
+}
+
+TEST(StepFailure, EndsTheRequestItIsDueToAndNoOther) {
+  EngineOptions options = Options();
+  Engine engine(std::make_unique<FakeModel>(), SmallTokenizer(), options);
+  auto owned = std::make_unique<FailingBackend>(
+      TestBackend(engine.source(), WeightsMode::kF32, PHSA_F32, 512, engine.threads()));
+  FailingBackend& backend = *owned;
+  engine.Use(std::move(owned));
+  std::promise<void> all_there;
+  std::shared_future<void> gate(all_there.get_future());
+  std::atomic<bool> failing = false;
+  backend.fail = [] { throw std::runtime_error("a step too far"); };
+  backend.fails = [&](const StepRows& rows) {
+    if (!failing) return false;
+    gate.wait();  // so that the requests are there when the next step begins
+    return std::ranges::count(rows.tokens, 25) > 0;
+  };
+  Metrics metrics("fake");
+  Worker worker(engine, {}, metrics);
+  Service service({engine, "fake", ChatTemplate::ByName("chatml"), {}, 64}, {}, worker, metrics);
+  const auto begin = [&](const std::string& prompt) {
+    auto exchange = std::make_shared<FakeExchange>();
+    const Json body = {{"prompt", prompt}, {"max_tokens", 12}, {"temperature", 0}};
+    service.Handle({"POST", "/v1/completions", "application/json", "", "", body.dump()}, exchange);
+    return exchange;
+  };
+  const auto choices = [](const HttpResponse& response) {
+    EXPECT_EQ(response.status, 200) << response.body;
+    return Json::parse(response.body)["choices"][0]["text"];
+  };
+  std::vector<std::string> prompts;
+  std::vector<Json> alone;
+  for (size_t i = 0; i < 4; ++i) {
+    prompts.emplace_back(40 + 30 * i, static_cast<char>('a' + i));
+    alone.push_back(choices(begin(prompts[i])->Wait()));
+    ASSERT_EQ(alone.back().get<std::string>().find('z'), std::string::npos) << "the failing one alone may have it";
+  }
+  const std::string known(200, 'q');
+  choices(begin(known)->Wait());
+
+  failing = true;
+  std::vector<std::shared_ptr<FakeExchange>> waiting = {begin(prompts[0])};
+  for (const std::string& prompt : {prompts[1], std::string("xyz"), prompts[2], prompts[3]}) {
+    waiting.push_back(begin(prompt));
+  }
+  all_there.set_value();
+  std::vector<HttpResponse> responses;
+  for (const auto& exchange : waiting) responses.push_back(exchange->Wait());
+  EXPECT_EQ(responses[2].status, 500);
+  EXPECT_NE(responses[2].body.find("a step too far"), std::string::npos) << responses[2].body;
+  responses.erase(responses.begin() + 2);
+  for (size_t i = 0; i < 4; ++i) EXPECT_EQ(choices(responses[i]), alone[i]);
+  // The device is well, and what was read before is still there.
+  const auto health = std::make_shared<FakeExchange>();
+  service.Handle({"GET", "/health", "", "", "", ""}, health);
+  EXPECT_EQ(health->Wait().status, 200);
+  const HttpResponse again = begin(known)->Wait();
+  EXPECT_EQ(Json::parse(again.body)["phsa"]["cached_prompt_tokens"], 199) << again.body;
 }
 
 TEST(AllowedHosts, AreThisMachinesOwnAndThoseThatWereNamed) {

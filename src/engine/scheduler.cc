@@ -39,8 +39,15 @@ struct Job {
   // It waits until another one has read what their prompts share. 0: it does not wait.
   int64_t leader = 0;
   size_t shared_with_leader = 0;
+  size_t chosen_at = 0;  // tokens that were read when the next one was chosen, the last time
   double admitted_at = 0, first_token_at = 0;
   std::exception_ptr error;
+};
+
+// A request and how many of its tokens a step reads.
+struct Share {
+  Job* job;
+  size_t tokens;
 };
 
 }  // namespace
@@ -77,7 +84,7 @@ class Scheduler::Impl {
     for (const auto& job : running_) {
       if (job->leader != 0 && !LeaderReads(*job)) StartWithSharedText(*job);
     }
-    RunDecoder();
+    Read(ChooseRows());
     RemoveFinished();
     return true;
   }
@@ -273,9 +280,9 @@ class Scheduler::Impl {
   }
 
   // Which requests read how many tokens: one for each answer first, then equal shares of what is left for the prompts.
-  std::vector<std::pair<Job*, size_t>> ChooseRows() {
+  std::vector<Share> ChooseRows() {
     auto rows = static_cast<size_t>(engine_.decoder().max_rows());
-    std::vector<std::pair<Job*, size_t>> chosen;
+    std::vector<Share> chosen;
     std::vector<Job*> reading;
     for (const auto& job : running_) {
       if (job->reads_prompt()) {
@@ -284,7 +291,7 @@ class Scheduler::Impl {
       }
       // Each answer began in a row that the others had left, so there is one for each.
       PHSA_CHECK(rows > 0);
-      chosen.emplace_back(job.get(), 1);
+      chosen.push_back({job.get(), 1});
       --rows;
     }
     const auto left = [](const Job* job) { return job->prompt().size() - static_cast<size_t>(job->sequence.length()); };
@@ -294,20 +301,42 @@ class Scheduler::Impl {
     }
     for (size_t i = 0; i < reading.size() && rows > 0; ++i) {
       const size_t share = std::max<size_t>(1, rows / (reading.size() - i));
-      chosen.emplace_back(reading[i], std::min(left(reading[i]), share));
-      rows -= chosen.back().second;
+      chosen.push_back({reading[i], std::min(left(reading[i]), share)});
+      rows -= chosen.back().tokens;
     }
     // Side by side what is read alike; by the number of the first of them, so that nothing depends on addresses.
     std::map<const TextAttention*, int64_t> order;
     for (const auto& job : running_) order.try_emplace(job->sequence.attention(), job->id);
-    std::stable_sort(chosen.begin(), chosen.end(), [&](const auto& a, const auto& b) {
-      return order[a.first->sequence.attention()] < order[b.first->sequence.attention()];
+    std::stable_sort(chosen.begin(), chosen.end(), [&](const Share& a, const Share& b) {
+      return order[a.job->sequence.attention()] < order[b.job->sequence.attention()];
     });
     return chosen;
   }
 
-  void RunDecoder() {
-    const auto chosen = ChooseRows();
+  // One step for all of them. Where that fails each half has a step of its own, down to the one that cannot be read: it
+  // ends alone. A device that failed fails all.
+  void Read(std::vector<Share> shares) {
+    std::exception_ptr failure;
+    try {
+      RunDecoder(shares);
+      return;
+    } catch (const Error& error) {
+      if (error.status() == PHSA_IO) throw;
+      failure = std::current_exception();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    if (shares.size() == 1) {
+      Guarded(*shares.front().job, [&] { std::rethrow_exception(failure); });
+      return;
+    }
+    std::erase_if(shares, [](const Share& share) { return share.job->finished; });
+    const auto middle = shares.begin() + static_cast<std::ptrdiff_t>(shares.size() / 2);
+    if (middle != shares.begin()) Read({shares.begin(), middle});
+    if (middle != shares.end()) Read({middle, shares.end()});
+  }
+
+  void RunDecoder(std::span<const Share> chosen) {
     PHSA_CHECK(!chosen.empty());
     std::vector<BatchItem> items;
     std::vector<int32_t> lengths;
@@ -327,27 +356,29 @@ class Scheduler::Impl {
     }
     try {
       engine_.decoder().Step(items, [&](int32_t item, int32_t row, const LogitsRow& logits) {
-        Job& job = *chosen[static_cast<size_t>(item)].first;
+        Job& job = *chosen[static_cast<size_t>(item)].job;
         if (job.finished) return;
         const auto next = static_cast<size_t>(lengths[static_cast<size_t>(item)] + row + 1);
         Guarded(job, [&] {
           if (items[static_cast<size_t>(item)].logits == BatchItem::Logits::kAll && next < job.prompt().size()) {
             job.answer.ScorePrompt(logits, job.prompt()[next]);
-          } else {
+          } else if (job.chosen_at != next) {
+            // Once, also where the step then fails and is tried again: a second draw would be another token.
             job.answer.Choose(logits, job.sequence.tokens());
+            job.chosen_at = next;
           }
         });
       });
     } catch (...) {
       for (size_t i = 0; i < chosen.size(); ++i) {
-        Job& job = *chosen[i].first;
+        Job& job = *chosen[i].job;
         std::vector<TokenLogProbability>& scored = job.answer.result().prompt_log_probabilities;
         scored.resize(std::min(scored.size(), static_cast<size_t>(lengths[i])));
       }
       throw;
     }
     for (size_t i = 0; i < chosen.size(); ++i) {
-      Job& job = *chosen[i].first;
+      Job& job = *chosen[i].job;
       job.answer.result().tokens_read += engine_.decoder().step_tokens_read()[i];
       if (job.reads_prompt() || job.finished) continue;
       if (job.first_token_at == 0) {

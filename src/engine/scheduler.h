@@ -41,12 +41,13 @@ class Scheduler {
   int64_t Add(Request request);
   // Ends a request before the next step, as "interrupted". One that is finished stays as it is.
   void Cancel(int64_t id);
-  // One step of the decoder. False: there is nothing to do. Where it throws, nothing was read, and all requests are as
-  // they were.
+  // One step of the decoder. False: there is nothing to do. Where a step fails, the others go on without the request
+  // that it fails for, and that one ends as failed. Where the device failed (PHSA_IO), it throws; then all requests are
+  // as they were, or as after a whole step.
   bool Step();
   // The result of a finished request, once; none: it is not finished, or was taken. Where the request failed (its
-  // callback threw, or the model gave no numbers), that exception is thrown, and it counts as taken. Seconds are the
-  // clock's, beside all others; those of the prompt begin where the waiting ends.
+  // callback threw, the model gave no numbers, there was no memory to read it), that exception is thrown, and it counts
+  // as taken. Seconds are the clock's, beside all others; those of the prompt begin where the waiting ends.
   std::optional<GenerateResult> Take(int64_t id);
 
   // Pages for `tokens` tokens that somebody else will take from the cache: from now on no request begins that would

@@ -162,7 +162,7 @@ void Worker::Step() {
     if (error.status() == PHSA_IO) SetDeviceFailure(error.what());  // a step has nothing else to do with the system
     Fail(std::current_exception());
   } catch (...) {
-    // No memory, or a bug: the next step would meet it again.
+    // What one request is to blame for ends that one; this is no memory to schedule, or a bug, and would come again.
     Fail(std::current_exception());
   }
   PublishState();
