@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 
+#include "engine/prefill_pace.h"
 #include "failing_backend.h"
 #include "fake_engine.h"
 #include "refusal.h"
@@ -141,7 +143,7 @@ TEST(Scheduler, ALongPromptHoldsNobodyUp) {
   EngineOptions options = FakeOptions(1024, 32);
   options.cache_tokens = 4096;
   const std::unique_ptr<Engine> engine = LoadedEngine(options);
-  Scheduler scheduler(*engine, 4);
+  Scheduler scheduler(*engine, 4);  // unhurried
   const int64_t answering = scheduler.Add(MakeRequest(Tokens(10, 1), Greedy(12)));
   EXPECT_TRUE(scheduler.Step());
   const int64_t long_prompt = scheduler.Add(MakeRequest(Tokens(900, 2), Greedy(2)));
@@ -155,6 +157,99 @@ TEST(Scheduler, ALongPromptHoldsNobodyUp) {
   while (scheduler.Step()) {
   }
   EXPECT_TRUE(scheduler.Take(long_prompt).has_value());
+}
+
+// A step takes `fixed` seconds and `each` for every token of a prompt. Returns the tokens of its last steps.
+size_t Settled(double fixed, double each, size_t first, size_t most) {
+  PrefillPace pace(0.25);
+  size_t tokens = first;
+  for (int i = 0; i < 30; ++i) {
+    pace.Measured(tokens, fixed + each * static_cast<double>(tokens));
+    tokens = pace.Tokens(most);
+  }
+  return tokens;
+}
+
+TEST(PrefillPace, ComesToRestWhereAStepTakesItsTimeFromEitherSide) {
+  for (const double fixed : {0.0, 0.02, 0.15}) {
+    for (const double each : {0.0001, 0.0005, 0.002}) {
+      const auto ideal = static_cast<size_t>((0.25 - fixed) / each);
+      for (const size_t first : {size_t{1}, size_t{100}, size_t{8192}}) {
+        const size_t tokens = Settled(fixed, each, first, 100'000);
+        EXPECT_LE(tokens, ideal + 1) << fixed << " " << each << " " << first;
+        EXPECT_GE(tokens + 3, ideal) << fixed << " " << each << " " << first;
+      }
+    }
+  }
+}
+
+TEST(PrefillPace, APromptGoesOnHoweverSlowTheMachineAndNoFurtherThanAStepCan) {
+  EXPECT_EQ(Settled(3, 1, 512, 512), PrefillPace::kLeastTokens);
+  EXPECT_EQ(Settled(3, 1, 512, 5), 5u);
+  EXPECT_EQ(Settled(0.001, 0.0001, 1, 512), 512u);
+  EXPECT_EQ(PrefillPace(0.25).Tokens(512), 512u) << "nothing is known yet";
+  PrefillPace unhurried(0);
+  unhurried.Measured(512, 100);
+  EXPECT_EQ(unhurried.Tokens(512), 512u);
+  PrefillPace pace(0.25);
+  pace.Measured(512, 1);
+  pace.Measured(0, 3);  // answers alone say nothing of prompts
+  EXPECT_EQ(pace.Tokens(512), 128u);
+}
+
+// Time that passes as the decoder reads: so much for each token.
+class ReadingClock {
+ public:
+  ReadingClock(Decoder& decoder, double seconds_per_token) : decoder_(decoder) {
+    decoder.Observe([this, seconds_per_token](const LayerAttention& attention) {
+      if (attention.layer != 0) return;
+      const auto& rows = attention.q_lens;
+      steps.push_back(seconds_per_token * std::accumulate(rows.begin(), rows.end(), 0));
+      now += steps.back();
+    });
+  }
+  ~ReadingClock() { decoder_.Observe({}); }
+
+  double now = 0;
+  std::vector<double> steps;  // how long each took
+
+ private:
+  Decoder& decoder_;
+};
+
+TEST(Scheduler, WhileSomebodyAnswersPromptsAreReadInStepsThatTakeTheirTime) {
+  EngineOptions options = FakeOptions(2048, 512);
+  options.cache_tokens = 8192;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  Request answering = MakeRequest(Tokens(100, 1), Sampled(30, 4));
+  answering.options.ignore_eos = true;
+  const Request reading = MakeRequest(Tokens(1500, 2), Greedy(4)), also = MakeRequest(Tokens(700, 3), Greedy(4));
+  const std::vector<GenerateResult> expected = {Lone(*engine, answering), Lone(*engine, reading), Lone(*engine, also)};
+  ReadingClock clock(engine->decoder(), 0.005);  // 50 tokens in a quarter of a second
+  Scheduler scheduler(*engine, 4, {.step_seconds = 0.25, .clock = [&] { return clock.now; }});
+  const int64_t first = scheduler.Add(answering);
+  scheduler.Step();
+  EXPECT_EQ(clock.steps, std::vector<double>{0.5}) << "nobody waits: as much as there is";
+  const int64_t second = scheduler.Add(reading), third = scheduler.Add(also);
+  clock.steps.clear();
+  std::optional<GenerateResult> answer;
+  while (!answer) {
+    scheduler.Step();
+    answer = scheduler.Take(first);
+  }
+  EXPECT_EQ(clock.steps.size(), 29u) << "a token in every step";
+  for (const double seconds : clock.steps) {
+    EXPECT_LE(seconds, 0.26);
+    EXPECT_GE(seconds, 0.15);
+  }
+  clock.steps.clear();
+  scheduler.Step();
+  EXPECT_EQ(clock.steps.front(), 512 * 0.005) << "nobody waits any more";
+  while (scheduler.Step()) {
+  }
+  ExpectSameAnswer(*answer, expected[0]);
+  ExpectSameAnswer(*scheduler.Take(second), expected[1]);
+  ExpectSameAnswer(*scheduler.Take(third), expected[2]);
 }
 
 TEST(Scheduler, ACancelledRequestLeavesTheOthersAlone) {

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "engine/prefill_pace.h"
 
 namespace phsa {
 namespace {
@@ -16,7 +17,9 @@ namespace {
 // Finished texts that are kept for requests with the same beginning, as long as nobody needs their pages.
 constexpr size_t kKeptTexts = 32;
 
-double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+double SystemClock() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 struct Job {
   Job(Engine& engine, int64_t job_id, Request&& job_request)
@@ -54,7 +57,11 @@ struct Share {
 
 class Scheduler::Impl {
  public:
-  Impl(Engine& engine, int32_t max_running) : engine_(engine), max_running_(static_cast<size_t>(max_running)) {
+  Impl(Engine& engine, int32_t max_running, const Pacing& pacing)
+      : engine_(engine),
+        max_running_(static_cast<size_t>(max_running)),
+        clock_(pacing.clock ? pacing.clock : SystemClock),
+        pace_(pacing.step_seconds) {
     if (max_running < 1) ThrowInvalid("{} requests are to run at once; allowed: 1 and up", max_running);
   }
 
@@ -111,7 +118,7 @@ class Scheduler::Impl {
  private:
   void Finish(Job& job) {
     job.finished = true;
-    if (job.first_token_at > 0) job.answer.result().decode_seconds = Now() - job.first_token_at;
+    if (job.first_token_at > 0) job.answer.result().decode_seconds = clock_() - job.first_token_at;
     if (!job.error && job.request.progress) job.request.progress(job.answer.result());
   }
 
@@ -262,7 +269,7 @@ class Scheduler::Impl {
       Job& job = *waiting_.front();
       if (!FindLeader(job)) StartWithSharedText(job);
       if (MakeRoom(job)) {
-        job.admitted_at = Now();
+        job.admitted_at = clock_();
         running_.push_back(std::move(waiting_.front()));
         waiting_.pop_front();
         continue;
@@ -279,7 +286,8 @@ class Scheduler::Impl {
     }
   }
 
-  // Which requests read how many tokens: one for each answer first, then equal shares of what is left for the prompts.
+  // Which requests read how many tokens: one for each answer first, then equal shares of what is left for the prompts,
+  // or of what the answers can wait for.
   std::vector<Share> ChooseRows() {
     auto rows = static_cast<size_t>(engine_.decoder().max_rows());
     std::vector<Share> chosen;
@@ -294,6 +302,7 @@ class Scheduler::Impl {
       chosen.push_back({job.get(), 1});
       --rows;
     }
+    if (!chosen.empty()) rows = pace_.Tokens(rows);
     const auto left = [](const Job* job) { return job->prompt().size() - static_cast<size_t>(job->sequence.length()); };
     // The shortest first, as what they do not need goes to the others; by arrival where not everybody gets a row.
     if (reading.size() <= rows) {
@@ -316,9 +325,13 @@ class Scheduler::Impl {
   // One step for all of them. Where that fails each half has a step of its own, down to the one that cannot be read: it
   // ends alone. A device that failed fails all.
   void Read(std::vector<Share> shares) {
+    size_t of_prompts = 0;
+    for (const Share& share : shares) of_prompts += share.job->reads_prompt() ? share.tokens : 0;
+    const double begin = clock_();
     std::exception_ptr failure;
     try {
       RunDecoder(shares);
+      pace_.Measured(of_prompts, clock_() - begin);
       return;
     } catch (const Error& error) {
       if (error.status() == PHSA_IO) throw;
@@ -382,7 +395,7 @@ class Scheduler::Impl {
       job.answer.result().tokens_read += engine_.decoder().step_tokens_read()[i];
       if (job.reads_prompt() || job.finished) continue;
       if (job.first_token_at == 0) {
-        job.first_token_at = Now();
+        job.first_token_at = clock_();
         job.answer.result().prefill_seconds = job.first_token_at - job.admitted_at;
       }
       Guarded(job, [&] {
@@ -397,6 +410,8 @@ class Scheduler::Impl {
 
   Engine& engine_;
   size_t max_running_;
+  std::function<double()> clock_;
+  PrefillPace pace_;
   int64_t next_id_ = 1;
   std::deque<std::unique_ptr<Job>> waiting_;
   std::vector<std::unique_ptr<Job>> running_;  // in order of arrival
@@ -405,7 +420,8 @@ class Scheduler::Impl {
   size_t reserved_ = 0;  // pages for somebody else
 };
 
-Scheduler::Scheduler(Engine& engine, int32_t max_running) : impl_(std::make_unique<Impl>(engine, max_running)) {}
+Scheduler::Scheduler(Engine& engine, int32_t max_running, const Pacing& pacing)
+    : impl_(std::make_unique<Impl>(engine, max_running, pacing)) {}
 Scheduler::~Scheduler() = default;
 int64_t Scheduler::Add(Request request) { return impl_->Add(std::move(request)); }
 void Scheduler::Cancel(int64_t id) { impl_->Cancel(id); }

@@ -26,12 +26,19 @@ struct Request {
   std::shared_ptr<const TextAttention> attention = nullptr;  // none: the engine's
 };
 
+// How long a step may take while somebody waits for the next token of an answer; a long prompt is then read in smaller
+// pieces, and later. 0: as long as it takes, which reads the most tokens in the end.
+struct Pacing {
+  double step_seconds = 0;
+  std::function<double()> clock = {};  // seconds from whenever; none: the system's
+};
+
 // One thread at a time. The engine's cache is the scheduler's as long as it lives: nobody else may take pages of it, or
 // change the engine's attention.
 class Scheduler {
  public:
   // `max_running`: the most requests that are in work at the same time; the others wait, in order of arrival.
-  Scheduler(Engine& engine, int32_t max_running);
+  Scheduler(Engine& engine, int32_t max_running, const Pacing& pacing = {});
   ~Scheduler();
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
