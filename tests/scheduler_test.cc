@@ -2,10 +2,16 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <new>
+#include <numeric>
 #include <stdexcept>
 
+#include "engine/prefill_pace.h"
+#include "failing_backend.h"
 #include "fake_engine.h"
 #include "refusal.h"
+#include "test_backend.h"
 
 namespace phsa {
 namespace {
@@ -137,7 +143,7 @@ TEST(Scheduler, ALongPromptHoldsNobodyUp) {
   EngineOptions options = FakeOptions(1024, 32);
   options.cache_tokens = 4096;
   const std::unique_ptr<Engine> engine = LoadedEngine(options);
-  Scheduler scheduler(*engine, 4);
+  Scheduler scheduler(*engine, 4);  // unhurried
   const int64_t answering = scheduler.Add(MakeRequest(Tokens(10, 1), Greedy(12)));
   EXPECT_TRUE(scheduler.Step());
   const int64_t long_prompt = scheduler.Add(MakeRequest(Tokens(900, 2), Greedy(2)));
@@ -151,6 +157,99 @@ TEST(Scheduler, ALongPromptHoldsNobodyUp) {
   while (scheduler.Step()) {
   }
   EXPECT_TRUE(scheduler.Take(long_prompt).has_value());
+}
+
+// A step takes `fixed` seconds and `each` for every token of a prompt. Returns the tokens of its last steps.
+size_t Settled(double fixed, double each, size_t first, size_t most) {
+  PrefillPace pace(0.25);
+  size_t tokens = first;
+  for (int i = 0; i < 30; ++i) {
+    pace.Measured(tokens, fixed + each * static_cast<double>(tokens));
+    tokens = pace.Tokens(most);
+  }
+  return tokens;
+}
+
+TEST(PrefillPace, ComesToRestWhereAStepTakesItsTimeFromEitherSide) {
+  for (const double fixed : {0.0, 0.02, 0.15}) {
+    for (const double each : {0.0001, 0.0005, 0.002}) {
+      const auto ideal = static_cast<size_t>((0.25 - fixed) / each);
+      for (const size_t first : {size_t{1}, size_t{100}, size_t{8192}}) {
+        const size_t tokens = Settled(fixed, each, first, 100'000);
+        EXPECT_LE(tokens, ideal + 1) << fixed << " " << each << " " << first;
+        EXPECT_GE(tokens + 3, ideal) << fixed << " " << each << " " << first;
+      }
+    }
+  }
+}
+
+TEST(PrefillPace, APromptGoesOnHoweverSlowTheMachineAndNoFurtherThanAStepCan) {
+  EXPECT_EQ(Settled(3, 1, 512, 512), PrefillPace::kLeastTokens);
+  EXPECT_EQ(Settled(3, 1, 512, 5), 5u);
+  EXPECT_EQ(Settled(0.001, 0.0001, 1, 512), 512u);
+  EXPECT_EQ(PrefillPace(0.25).Tokens(512), 512u) << "nothing is known yet";
+  PrefillPace unhurried(0);
+  unhurried.Measured(512, 100);
+  EXPECT_EQ(unhurried.Tokens(512), 512u);
+  PrefillPace pace(0.25);
+  pace.Measured(512, 1);
+  pace.Measured(0, 3);  // answers alone say nothing of prompts
+  EXPECT_EQ(pace.Tokens(512), 128u);
+}
+
+// Time that passes as the decoder reads: so much for each token.
+class ReadingClock {
+ public:
+  ReadingClock(Decoder& decoder, double seconds_per_token) : decoder_(decoder) {
+    decoder.Observe([this, seconds_per_token](const LayerAttention& attention) {
+      if (attention.layer != 0) return;
+      const auto& rows = attention.q_lens;
+      steps.push_back(seconds_per_token * std::accumulate(rows.begin(), rows.end(), 0));
+      now += steps.back();
+    });
+  }
+  ~ReadingClock() { decoder_.Observe({}); }
+
+  double now = 0;
+  std::vector<double> steps;  // how long each took
+
+ private:
+  Decoder& decoder_;
+};
+
+TEST(Scheduler, WhileSomebodyAnswersPromptsAreReadInStepsThatTakeTheirTime) {
+  EngineOptions options = FakeOptions(2048, 512);
+  options.cache_tokens = 8192;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  Request answering = MakeRequest(Tokens(100, 1), Sampled(30, 4));
+  answering.options.ignore_eos = true;
+  const Request reading = MakeRequest(Tokens(1500, 2), Greedy(4)), also = MakeRequest(Tokens(700, 3), Greedy(4));
+  const std::vector<GenerateResult> expected = {Lone(*engine, answering), Lone(*engine, reading), Lone(*engine, also)};
+  ReadingClock clock(engine->decoder(), 0.005);  // 50 tokens in a quarter of a second
+  Scheduler scheduler(*engine, 4, {.step_seconds = 0.25, .clock = [&] { return clock.now; }});
+  const int64_t first = scheduler.Add(answering);
+  scheduler.Step();
+  EXPECT_EQ(clock.steps, std::vector<double>{0.5}) << "nobody waits: as much as there is";
+  const int64_t second = scheduler.Add(reading), third = scheduler.Add(also);
+  clock.steps.clear();
+  std::optional<GenerateResult> answer;
+  while (!answer) {
+    scheduler.Step();
+    answer = scheduler.Take(first);
+  }
+  EXPECT_EQ(clock.steps.size(), 29u) << "a token in every step";
+  for (const double seconds : clock.steps) {
+    EXPECT_LE(seconds, 0.26);
+    EXPECT_GE(seconds, 0.15);
+  }
+  clock.steps.clear();
+  scheduler.Step();
+  EXPECT_EQ(clock.steps.front(), 512 * 0.005) << "nobody waits any more";
+  while (scheduler.Step()) {
+  }
+  ExpectSameAnswer(*answer, expected[0]);
+  ExpectSameAnswer(*scheduler.Take(second), expected[1]);
+  ExpectSameAnswer(*scheduler.Take(third), expected[2]);
 }
 
 TEST(Scheduler, ACancelledRequestLeavesTheOthersAlone) {
@@ -380,33 +479,120 @@ TEST(Scheduler, WhatGoesWrongWithOneRequestEndsThatOneOnly) {
   EXPECT_THROW(GenerateAll(*engine, {good, bad_text}, 2), std::runtime_error);
 }
 
-TEST(Scheduler, AStepThatFailsLosesNothing) {
-  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(512, 64));
-  const std::vector<Request> requests = {MakeRequest(Tokens(100, 1), Greedy(80)),
-                                         MakeRequest(Tokens(90, 2), Sampled(80, 3))};
-  const GenerateResult expected[] = {Lone(*engine, requests[0]), Lone(*engine, requests[1])};
-  Scheduler scheduler(*engine, 2);
-  const int64_t ids[] = {scheduler.Add(requests[0]), scheduler.Add(requests[1])};
-  for (int i = 0; i < 5; ++i) scheduler.Step();
-  {
-    // Somebody takes the pages that were counted on.
-    Sequence intruder(engine->cache());
-    intruder.Append(Tokens(256));
-    int refused = 0;
-    for (int i = 0; i < 60; ++i) {
-      try {
-        scheduler.Step();
-      } catch (const Error& error) {
-        EXPECT_NE(std::string(error.what()).find("KV cache"), std::string::npos);
-        ++refused;
+// An engine whose steps fail as the test says.
+struct FailingEngine {
+  explicit FailingEngine(const EngineOptions& options)
+      : engine(std::make_unique<FakeModel>(), SmallTokenizer(), options) {
+    auto owned = std::make_unique<FailingBackend>(
+        TestBackend(engine.source(), WeightsMode::kF32, PHSA_F32, options.chunk, engine.threads()));
+    backend = owned.get();
+    engine.Use(std::move(owned));
+  }
+  Engine engine;
+  FailingBackend* backend = nullptr;
+};
+
+TEST(Scheduler, ARequestThatCannotBeReadEndsAloneAndChangesNoOther) {
+  using Where = FailingBackend::Where;
+  EngineOptions options = FakeOptions(640, 64);
+  options.cache_tokens = 8192;
+  options.other_attention = true;
+  for (const Where where : {Where::kBegin, Where::kLayer, Where::kLogits}) {
+    // In reading its prompt, and in writing its answer.
+    for (const int32_t from : {0, 90}) {
+      SCOPED_TRACE(std::to_string(static_cast<int>(where)) + " " + std::to_string(from));
+      FailingEngine failing(options);
+      Engine& engine = failing.engine;
+      std::vector<Request> requests;
+      std::vector<GenerateResult> expected;
+      for (uint32_t i = 0; i < 7; ++i) {
+        // The dice of the others must not be thrown twice.
+        requests.push_back(MakeRequest(Tokens(30 + 9 * i, i), Sampled(20 + static_cast<int32_t>(i), i)));
+        requests.back().options.ignore_eos = true;
+        requests.back().options.log_probabilities = 2;
+        expected.push_back(Lone(engine, requests.back()));
+      }
+      requests[3].options.prompt_log_probabilities = true;
+      requests[3].options.sampler.temperature = 0;
+      expected[3] = GenerateAll(engine, {requests[3]}, 1).front();
+      Request bad = MakeRequest(Tokens(85, 40), Greedy(40));
+      bad.options.ignore_eos = true;
+      LayerSettings settings;
+      settings.base = SmallSettings(Policy::kStreaming, 0);
+      bad.attention = engine.MakeAttention(settings);  // by which its steps are known
+      const Request before = MakeRequest(Tokens(300, 50), Greedy(3));
+
+      Scheduler scheduler(engine, 8);
+      const int64_t finished = scheduler.Add(before);
+      while (scheduler.Step()) {
+      }
+      EXPECT_TRUE(scheduler.Take(finished));
+      std::vector<int64_t> ids;
+      int64_t bad_id = 0;
+      for (size_t i = 0; i < requests.size(); ++i) {
+        if (i == 4) bad_id = scheduler.Add(bad);
+        ids.push_back(scheduler.Add(requests[i]));
+      }
+      int failures = 0;
+      failing.backend->where = where;
+      failing.backend->fails = [&](const StepRows& rows) {
+        const bool fails = std::ranges::any_of(rows.groups, [&](const StepGroup& group) {
+          return group.settings == &bad.attention->settings && rows.kv_lens[group.first_item] > from;
+        });
+        failures += fails ? 1 : 0;
+        return fails;
+      };
+      while (scheduler.Step()) {
+      }
+      EXPECT_EQ(failures, 4) << "with seven others, with three, with one, alone";
+      EXPECT_THROW(scheduler.Take(bad_id), std::bad_alloc);
+      for (size_t i = 0; i < ids.size(); ++i) {
+        const std::optional<GenerateResult> result = scheduler.Take(ids[i]);
+        ASSERT_TRUE(result) << i;
+        ExpectSameAnswer(*result, expected[i]);
+        ASSERT_EQ(result->log_probabilities.size(), expected[i].log_probabilities.size());
+        for (size_t t = 0; t < result->log_probabilities.size(); ++t) {
+          EXPECT_EQ(result->log_probabilities[t].value, expected[i].log_probabilities[t].value);
+        }
+        ASSERT_EQ(result->prompt_log_probabilities.size(), expected[i].prompt_log_probabilities.size());
+        for (size_t t = 0; t < result->prompt_log_probabilities.size(); ++t) {
+          EXPECT_EQ(result->prompt_log_probabilities[t].value, expected[i].prompt_log_probabilities[t].value);
+        }
+      }
+      // What was read before is still there.
+      const int64_t again = scheduler.Add(before);
+      while (scheduler.Step()) {
+      }
+      EXPECT_EQ(scheduler.Take(again)->reused_tokens, 299);
+    }
+  }
+}
+
+TEST(Scheduler, ADeviceThatFailsLosesNothingIfItWorksAgain) {
+  using Where = FailingBackend::Where;
+  for (const Where where : {Where::kLayer, Where::kLogits}) {
+    FailingEngine failing(FakeOptions(512, 64));
+    const std::vector<Request> requests = {MakeRequest(Tokens(100, 1), Sampled(80, 2)),
+                                           MakeRequest(Tokens(90, 2), Sampled(80, 3))};
+    const GenerateResult expected[] = {Lone(failing.engine, requests[0]), Lone(failing.engine, requests[1])};
+    Scheduler scheduler(failing.engine, 2);
+    const int64_t ids[] = {scheduler.Add(requests[0]), scheduler.Add(requests[1])};
+    failing.backend->where = where;
+    failing.backend->fail = [] { throw Error(PHSA_IO, "the device is gone"); };
+    for (int i = 0; i < 20; ++i) {
+      failing.backend->fails = [&](const StepRows&) { return i % 3 == 2; };
+      if (i % 3 == 2) {
+        EXPECT_THROW(scheduler.Step(), Error);
+      } else {
+        EXPECT_TRUE(scheduler.Step());
       }
     }
-    EXPECT_GT(refused, 10);
     EXPECT_EQ(scheduler.running(), 2);
+    failing.backend->fails = {};
+    while (scheduler.Step()) {
+    }
+    for (int i = 0; i < 2; ++i) ExpectSameAnswer(*scheduler.Take(ids[i]), expected[i]);
   }
-  while (scheduler.Step()) {
-  }
-  for (int i = 0; i < 2; ++i) ExpectSameAnswer(*scheduler.Take(ids[i]), expected[i]);
 }
 
 TEST(Scheduler, ACacheThatOthersFilledIsAnErrorAndNoEndlessWait) {

@@ -1,13 +1,17 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <future>
 #include <mutex>
 #include <thread>
 
+#include "failing_backend.h"
 #include "fake_engine.h"
 #include "io/json.h"
 #include "other_device.h"
+#include "refusal.h"
+#include "server/allowed_hosts.h"
 #include "server/answers.h"
 #include "server/api.h"
 #include "server/metrics.h"
@@ -332,6 +336,131 @@ TEST(DeviceFailure, IsAnsweredAndShownByHealthUntilItWorksAgain) {
   EXPECT_EQ(ask("GET", "/health", "").status, 200);
 }
 
+TEST(StepFailure, EndsTheRequestItIsDueToAndNoOther) {
+  EngineOptions options = Options();
+  Engine engine(std::make_unique<FakeModel>(), SmallTokenizer(), options);
+  auto owned = std::make_unique<FailingBackend>(
+      TestBackend(engine.source(), WeightsMode::kF32, PHSA_F32, 512, engine.threads()));
+  FailingBackend& backend = *owned;
+  engine.Use(std::move(owned));
+  std::promise<void> all_there;
+  std::shared_future<void> gate(all_there.get_future());
+  std::atomic<bool> failing = false;
+  backend.fail = [] { throw std::runtime_error("a step too far"); };
+  backend.fails = [&](const StepRows& rows) {
+    if (!failing) return false;
+    gate.wait();  // so that the requests are there when the next step begins
+    return std::ranges::count(rows.tokens, 25) > 0;
+  };
+  Metrics metrics("fake");
+  Worker worker(engine, {}, metrics);
+  Service service({engine, "fake", ChatTemplate::ByName("chatml"), {}, 64}, {}, worker, metrics);
+  const auto begin = [&](const std::string& prompt) {
+    auto exchange = std::make_shared<FakeExchange>();
+    const Json body = {{"prompt", prompt}, {"max_tokens", 12}, {"temperature", 0}};
+    service.Handle({"POST", "/v1/completions", "application/json", "", "", body.dump()}, exchange);
+    return exchange;
+  };
+  const auto choices = [](const HttpResponse& response) {
+    EXPECT_EQ(response.status, 200) << response.body;
+    return Json::parse(response.body)["choices"][0]["text"];
+  };
+  std::vector<std::string> prompts;
+  std::vector<Json> alone;
+  for (size_t i = 0; i < 4; ++i) {
+    prompts.emplace_back(40 + 30 * i, static_cast<char>('a' + i));
+    alone.push_back(choices(begin(prompts[i])->Wait()));
+    ASSERT_EQ(alone.back().get<std::string>().find('z'), std::string::npos) << "the failing one alone may have it";
+  }
+  const std::string known(200, 'q');
+  choices(begin(known)->Wait());
+
+  failing = true;
+  std::vector<std::shared_ptr<FakeExchange>> waiting = {begin(prompts[0])};
+  for (const std::string& prompt : {prompts[1], std::string("xyz"), prompts[2], prompts[3]}) {
+    waiting.push_back(begin(prompt));
+  }
+  all_there.set_value();
+  std::vector<HttpResponse> responses;
+  for (const auto& exchange : waiting) responses.push_back(exchange->Wait());
+  EXPECT_EQ(responses[2].status, 500);
+  EXPECT_NE(responses[2].body.find("a step too far"), std::string::npos) << responses[2].body;
+  responses.erase(responses.begin() + 2);
+  for (size_t i = 0; i < 4; ++i) EXPECT_EQ(choices(responses[i]), alone[i]);
+  // The device is well, and what was read before is still there.
+  const auto health = std::make_shared<FakeExchange>();
+  service.Handle({"GET", "/health", "", "", "", ""}, health);
+  EXPECT_EQ(health->Wait().status, 200);
+  const HttpResponse again = begin(known)->Wait();
+  EXPECT_EQ(Json::parse(again.body)["phsa"]["cached_prompt_tokens"], 199) << again.body;
+}
+
+TEST(AllowedHosts, AreThisMachinesOwnAndThoseThatWereNamed) {
+  const AllowedHosts hosts({"PC.example.org", "10.0.0.7", "[fe80::0:1]", "2001:db8::1"});
+  for (const char* host : {"localhost", "localhost:8080", "LocalHost.:1", "127.0.0.1", "127.200.3.4:99", "[::1]",
+                           "[0:0::1]:8080", "[::ffff:127.0.0.1]", "pc.example.org", "pc.EXAMPLE.org.:80", "10.0.0.7:80",
+                           "[fe80::1]", "[2001:db8:0::1]:8080", ""}) {
+    EXPECT_TRUE(hosts.Allows(host)) << host;
+  }
+  for (const char* host : {"evil.example",
+                           "evil.example:8080",
+                           "localhost.evil.example",
+                           "127.0.0.1.evil.example",
+                           "xlocalhost",
+                           "0.0.0.0",
+                           "127.1",
+                           "2130706433",
+                           "128.0.0.1",
+                           "10.0.0.70",
+                           "[::2]",
+                           "[::]",
+                           "::1",
+                           "[::1",
+                           "[::1]x",
+                           "[::1]:8a",
+                           "localhost:80:80",
+                           "localhost:evil.example",
+                           "localhost@evil.example",
+                           "localhost evil",
+                           "localhost/",
+                           ".",
+                           ":80",
+                           "example.org",
+                           "a.pc.example.org",
+                           "localhost\n"}) {
+    EXPECT_FALSE(hosts.Allows(host)) << host;
+  }
+  for (const char* name : {"", "http://a.example", "a.example:80", "a b", "*", "[::1", "[a]", "a/b"}) {
+    const std::string message = Refusal([&] { AllowedHosts({"fine", name}); });
+    EXPECT_NE(message.find("--allow-host"), std::string::npos) << name;
+  }
+}
+
+class NamedServiceTest : public ServiceTest {
+ protected:
+  NamedServiceTest() : ServiceTest({.api_key = "", .cors_origin = "*", .version = "1", .hosts = {"a.example"}}) {}
+};
+
+TEST_F(NamedServiceTest, OtherNamesAreRefusedBeforeAllElse) {
+  const auto ask = [&](const std::string& method, const std::string& target, const std::string& host) {
+    const auto exchange = std::make_shared<FakeExchange>();
+    service.Handle({method, target, "application/json", "", "http://" + host, "", host}, exchange);
+    return exchange->Wait();
+  };
+  for (const char* target : {"/", "/health", "/v1/models", "/nothing"}) {
+    EXPECT_EQ(ask("GET", target, "evil.example:80").status, 403) << target;
+  }
+  // Neither a browser that asks first nor --cors, which is for pages that know this server's name, changes that.
+  EXPECT_EQ(ask("OPTIONS", "/v1/completions", "evil.example").status, 403);
+  EXPECT_EQ(ask("POST", "/v1/completions", "evil.example").status, 403);
+  EXPECT_EQ(ask("GET", "/v1/models", "a.example:8080").status, 200);
+  const HttpResponse refused = ask("GET", "/v1/models", "evil.example");
+  const Json error = Json::parse(refused.body)["error"];
+  EXPECT_EQ(error["code"], "host_not_allowed");
+  EXPECT_EQ(error["type"], "invalid_request_error");
+  EXPECT_NE(error["message"].get<std::string>().find("\"evil.example\""), std::string::npos) << error;
+}
+
 class LockedServiceTest : public ServiceTest {
  protected:
   LockedServiceTest() : ServiceTest({"secret", "https://a.example", "1.2.3"}, {1, 0}) {}
@@ -342,6 +471,9 @@ TEST_F(LockedServiceTest, TheKeyIsWanted) {
   EXPECT_EQ(Ask("GET", "/v1/models", "", "Bearer secret").status, 200);
   EXPECT_EQ(Ask("GET", "/v1/models", "", "Bearer secret ").status, 401);
   EXPECT_EQ(Ask("GET", "/v1/models", "", "Bearer ").status, 401);
+  const auto exchange = std::make_shared<FakeExchange>();
+  service.Handle({"GET", "/v1/models", "", "Bearer secret", "", "", "any.example"}, exchange);
+  EXPECT_EQ(exchange->Wait().status, 200) << "who has the key may call the server what he likes";
   EXPECT_EQ(Ask("GET", "/health").status, 200);
 }
 

@@ -62,6 +62,7 @@ void RunServe(const ServeFlags& flags) {
         "--host 127.0.0.1",
         Quoted(flags.server.host));
   }
+  server::AllowedHosts{flags.service.hosts};  // what is wrong in them is said before a model is loaded
   server::AccessLog log(flags.log_file == "none" ? "" : flags.log_file);
   std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
   Tokenizer tokenizer = LoadTokenizer(*source);
@@ -163,6 +164,12 @@ void AddServeCommand(CLI::App& app) {
   const std::string access = "Access";
   command->add_option("--api-key", flags->service.api_key, "the key that clients must send")->group(access);
   command->add_option("--api-key-file", flags->api_key_file, "a file with that key, which other users cannot see")
+      ->group(access);
+  command
+      ->add_option("--allow-host", flags->service.hosts,
+                   "another name under which a server without a key answers; may be given several times")
+      ->allow_extra_args(false)
+      ->delimiter(',')
       ->group(access);
   command->add_option("--cors", flags->service.cors_origin, "an origin whose pages may use the server, or *")
       ->group(access);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "engine/prefill_pace.h"
 
 namespace phsa {
 namespace {
@@ -16,7 +17,9 @@ namespace {
 // Finished texts that are kept for requests with the same beginning, as long as nobody needs their pages.
 constexpr size_t kKeptTexts = 32;
 
-double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+double SystemClock() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 struct Job {
   Job(Engine& engine, int64_t job_id, Request&& job_request)
@@ -39,15 +42,26 @@ struct Job {
   // It waits until another one has read what their prompts share. 0: it does not wait.
   int64_t leader = 0;
   size_t shared_with_leader = 0;
+  size_t chosen_at = 0;  // tokens that were read when the next one was chosen, the last time
   double admitted_at = 0, first_token_at = 0;
   std::exception_ptr error;
+};
+
+// A request and how many of its tokens a step reads.
+struct Share {
+  Job* job;
+  size_t tokens;
 };
 
 }  // namespace
 
 class Scheduler::Impl {
  public:
-  Impl(Engine& engine, int32_t max_running) : engine_(engine), max_running_(static_cast<size_t>(max_running)) {
+  Impl(Engine& engine, int32_t max_running, const Pacing& pacing)
+      : engine_(engine),
+        max_running_(static_cast<size_t>(max_running)),
+        clock_(pacing.clock ? pacing.clock : SystemClock),
+        pace_(pacing.step_seconds) {
     if (max_running < 1) ThrowInvalid("{} requests are to run at once; allowed: 1 and up", max_running);
   }
 
@@ -77,7 +91,7 @@ class Scheduler::Impl {
     for (const auto& job : running_) {
       if (job->leader != 0 && !LeaderReads(*job)) StartWithSharedText(*job);
     }
-    RunDecoder();
+    Read(ChooseRows());
     RemoveFinished();
     return true;
   }
@@ -104,7 +118,7 @@ class Scheduler::Impl {
  private:
   void Finish(Job& job) {
     job.finished = true;
-    if (job.first_token_at > 0) job.answer.result().decode_seconds = Now() - job.first_token_at;
+    if (job.first_token_at > 0) job.answer.result().decode_seconds = clock_() - job.first_token_at;
     if (!job.error && job.request.progress) job.request.progress(job.answer.result());
   }
 
@@ -255,7 +269,7 @@ class Scheduler::Impl {
       Job& job = *waiting_.front();
       if (!FindLeader(job)) StartWithSharedText(job);
       if (MakeRoom(job)) {
-        job.admitted_at = Now();
+        job.admitted_at = clock_();
         running_.push_back(std::move(waiting_.front()));
         waiting_.pop_front();
         continue;
@@ -272,10 +286,11 @@ class Scheduler::Impl {
     }
   }
 
-  // Which requests read how many tokens: one for each answer first, then equal shares of what is left for the prompts.
-  std::vector<std::pair<Job*, size_t>> ChooseRows() {
+  // Which requests read how many tokens: one for each answer first, then equal shares of what is left for the prompts,
+  // or of what the answers can wait for.
+  std::vector<Share> ChooseRows() {
     auto rows = static_cast<size_t>(engine_.decoder().max_rows());
-    std::vector<std::pair<Job*, size_t>> chosen;
+    std::vector<Share> chosen;
     std::vector<Job*> reading;
     for (const auto& job : running_) {
       if (job->reads_prompt()) {
@@ -284,9 +299,10 @@ class Scheduler::Impl {
       }
       // Each answer began in a row that the others had left, so there is one for each.
       PHSA_CHECK(rows > 0);
-      chosen.emplace_back(job.get(), 1);
+      chosen.push_back({job.get(), 1});
       --rows;
     }
+    if (!chosen.empty()) rows = pace_.Tokens(rows);
     const auto left = [](const Job* job) { return job->prompt().size() - static_cast<size_t>(job->sequence.length()); };
     // The shortest first, as what they do not need goes to the others; by arrival where not everybody gets a row.
     if (reading.size() <= rows) {
@@ -294,20 +310,46 @@ class Scheduler::Impl {
     }
     for (size_t i = 0; i < reading.size() && rows > 0; ++i) {
       const size_t share = std::max<size_t>(1, rows / (reading.size() - i));
-      chosen.emplace_back(reading[i], std::min(left(reading[i]), share));
-      rows -= chosen.back().second;
+      chosen.push_back({reading[i], std::min(left(reading[i]), share)});
+      rows -= chosen.back().tokens;
     }
     // Side by side what is read alike; by the number of the first of them, so that nothing depends on addresses.
     std::map<const TextAttention*, int64_t> order;
     for (const auto& job : running_) order.try_emplace(job->sequence.attention(), job->id);
-    std::stable_sort(chosen.begin(), chosen.end(), [&](const auto& a, const auto& b) {
-      return order[a.first->sequence.attention()] < order[b.first->sequence.attention()];
+    std::stable_sort(chosen.begin(), chosen.end(), [&](const Share& a, const Share& b) {
+      return order[a.job->sequence.attention()] < order[b.job->sequence.attention()];
     });
     return chosen;
   }
 
-  void RunDecoder() {
-    const auto chosen = ChooseRows();
+  // One step for all of them. Where that fails each half has a step of its own, down to the one that cannot be read: it
+  // ends alone. A device that failed fails all.
+  void Read(std::vector<Share> shares) {
+    size_t of_prompts = 0;
+    for (const Share& share : shares) of_prompts += share.job->reads_prompt() ? share.tokens : 0;
+    const double begin = clock_();
+    std::exception_ptr failure;
+    try {
+      RunDecoder(shares);
+      pace_.Measured(of_prompts, clock_() - begin);
+      return;
+    } catch (const Error& error) {
+      if (error.status() == PHSA_IO) throw;
+      failure = std::current_exception();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    if (shares.size() == 1) {
+      Guarded(*shares.front().job, [&] { std::rethrow_exception(failure); });
+      return;
+    }
+    std::erase_if(shares, [](const Share& share) { return share.job->finished; });
+    const auto middle = shares.begin() + static_cast<std::ptrdiff_t>(shares.size() / 2);
+    if (middle != shares.begin()) Read({shares.begin(), middle});
+    if (middle != shares.end()) Read({middle, shares.end()});
+  }
+
+  void RunDecoder(std::span<const Share> chosen) {
     PHSA_CHECK(!chosen.empty());
     std::vector<BatchItem> items;
     std::vector<int32_t> lengths;
@@ -327,31 +369,33 @@ class Scheduler::Impl {
     }
     try {
       engine_.decoder().Step(items, [&](int32_t item, int32_t row, const LogitsRow& logits) {
-        Job& job = *chosen[static_cast<size_t>(item)].first;
+        Job& job = *chosen[static_cast<size_t>(item)].job;
         if (job.finished) return;
         const auto next = static_cast<size_t>(lengths[static_cast<size_t>(item)] + row + 1);
         Guarded(job, [&] {
           if (items[static_cast<size_t>(item)].logits == BatchItem::Logits::kAll && next < job.prompt().size()) {
             job.answer.ScorePrompt(logits, job.prompt()[next]);
-          } else {
+          } else if (job.chosen_at != next) {
+            // Once, also where the step then fails and is tried again: a second draw would be another token.
             job.answer.Choose(logits, job.sequence.tokens());
+            job.chosen_at = next;
           }
         });
       });
     } catch (...) {
       for (size_t i = 0; i < chosen.size(); ++i) {
-        Job& job = *chosen[i].first;
+        Job& job = *chosen[i].job;
         std::vector<TokenLogProbability>& scored = job.answer.result().prompt_log_probabilities;
         scored.resize(std::min(scored.size(), static_cast<size_t>(lengths[i])));
       }
       throw;
     }
     for (size_t i = 0; i < chosen.size(); ++i) {
-      Job& job = *chosen[i].first;
+      Job& job = *chosen[i].job;
       job.answer.result().tokens_read += engine_.decoder().step_tokens_read()[i];
       if (job.reads_prompt() || job.finished) continue;
       if (job.first_token_at == 0) {
-        job.first_token_at = Now();
+        job.first_token_at = clock_();
         job.answer.result().prefill_seconds = job.first_token_at - job.admitted_at;
       }
       Guarded(job, [&] {
@@ -366,6 +410,8 @@ class Scheduler::Impl {
 
   Engine& engine_;
   size_t max_running_;
+  std::function<double()> clock_;
+  PrefillPace pace_;
   int64_t next_id_ = 1;
   std::deque<std::unique_ptr<Job>> waiting_;
   std::vector<std::unique_ptr<Job>> running_;  // in order of arrival
@@ -374,7 +420,8 @@ class Scheduler::Impl {
   size_t reserved_ = 0;  // pages for somebody else
 };
 
-Scheduler::Scheduler(Engine& engine, int32_t max_running) : impl_(std::make_unique<Impl>(engine, max_running)) {}
+Scheduler::Scheduler(Engine& engine, int32_t max_running, const Pacing& pacing)
+    : impl_(std::make_unique<Impl>(engine, max_running, pacing)) {}
 Scheduler::~Scheduler() = default;
 int64_t Scheduler::Add(Request request) { return impl_->Add(std::move(request)); }
 void Scheduler::Cancel(int64_t id) { impl_->Cancel(id); }

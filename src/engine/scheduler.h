@@ -26,12 +26,19 @@ struct Request {
   std::shared_ptr<const TextAttention> attention = nullptr;  // none: the engine's
 };
 
+// How long a step may take while somebody waits for the next token of an answer; a long prompt is then read in smaller
+// pieces, and later. 0: as long as it takes, which reads the most tokens in the end.
+struct Pacing {
+  double step_seconds = 0;
+  std::function<double()> clock = {};  // seconds from whenever; none: the system's
+};
+
 // One thread at a time. The engine's cache is the scheduler's as long as it lives: nobody else may take pages of it, or
 // change the engine's attention.
 class Scheduler {
  public:
   // `max_running`: the most requests that are in work at the same time; the others wait, in order of arrival.
-  Scheduler(Engine& engine, int32_t max_running);
+  Scheduler(Engine& engine, int32_t max_running, const Pacing& pacing = {});
   ~Scheduler();
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
@@ -41,12 +48,13 @@ class Scheduler {
   int64_t Add(Request request);
   // Ends a request before the next step, as "interrupted". One that is finished stays as it is.
   void Cancel(int64_t id);
-  // One step of the decoder. False: there is nothing to do. Where it throws, nothing was read, and all requests are as
-  // they were.
+  // One step of the decoder. False: there is nothing to do. Where a step fails, the others go on without the request
+  // that it fails for, and that one ends as failed. Where the device failed (PHSA_IO), it throws; then all requests are
+  // as they were, or as after a whole step.
   bool Step();
   // The result of a finished request, once; none: it is not finished, or was taken. Where the request failed (its
-  // callback threw, or the model gave no numbers), that exception is thrown, and it counts as taken. Seconds are the
-  // clock's, beside all others; those of the prompt begin where the waiting ends.
+  // callback threw, the model gave no numbers, there was no memory to read it), that exception is thrown, and it counts
+  // as taken. Seconds are the clock's, beside all others; those of the prompt begin where the waiting ends.
   std::optional<GenerateResult> Take(int64_t id);
 
   // Pages for `tokens` tokens that somebody else will take from the cache: from now on no request begins that would

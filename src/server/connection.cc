@@ -1,7 +1,9 @@
 #include "server/connection.h"
 
+#include <poll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <boost/asio/bind_executor.hpp>
 #include <boost/asio/post.hpp>
 #include <boost/asio/write.hpp>
@@ -20,6 +22,10 @@ namespace {
 constexpr std::chrono::milliseconds kDrainingIdle{1000};
 // A client that still sends sees its answer only if it is not cut off; so long it may go on.
 constexpr std::chrono::milliseconds kLinger{2000};
+// What a client sends during its answer is taken in by so many bytes, and once that is enough it is looked at this
+// often.
+constexpr size_t kReadAhead = 4096;
+constexpr std::chrono::milliseconds kWatchPause{100};
 
 }  // namespace
 
@@ -27,6 +33,7 @@ Connection::Connection(tcp::socket socket, const Context& context)
     : socket_(std::move(socket)),
       context_(context),
       timer_(socket_.get_executor()),
+      watch_timer_(socket_.get_executor()),
       buffer_(context.options.max_header_bytes + (64 << 10)) {
   beast::error_code error;
   const tcp::endpoint peer = socket_.remote_endpoint(error);
@@ -62,6 +69,7 @@ void Connection::Shut() {
   if (std::exchange(state_, State::kClosed) == State::kClosed) return;
   beast::error_code ignored;
   timer_.cancel();
+  watch_timer_.cancel();
   socket_.shutdown(tcp::socket::shutdown_both, ignored);
   socket_.close(ignored);
   if (const auto cancel = std::exchange(cancel_, {})) cancel();
@@ -205,23 +213,40 @@ void Connection::OnBody(const beast::error_code& error) {
   if (cancel_) WatchClient();
 }
 
-// While the answer is made nothing is read, so somebody has to see that the client goes. What it sends already is its
-// next request, and stays where it is.
+// While the answer is made nothing is asked of the client, so somebody has to see that it goes. What it sends already
+// is its next request, and is taken in, as only behind it the end of the connection shows.
 void Connection::WatchClient() {
-  if (watching_ || buffer_.size() > 0) return;
+  if (watching_) return;
   watching_ = true;
-  socket_.async_wait(tcp::socket::wait_read, [self = shared_from_this()](const beast::error_code& error) {
+  const auto look = [self = shared_from_this()](const beast::error_code& error) {
     self->watching_ = false;
-    if (error || (self->state_ != State::kWork && self->state_ != State::kStreaming)) return;
-    char byte;
-    const ssize_t count = recv(self->socket_.native_handle(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-    if (count > 0) return;
-    if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-      self->WatchClient();
-      return;
-    }
-    self->ClientGone("the client has gone");
-  });
+    if (!error && (self->state_ == State::kWork || self->state_ == State::kStreaming)) self->LookForClient();
+  };
+  if (buffer_.size() < buffer_.max_size()) {
+    socket_.async_wait(tcp::socket::wait_read, look);
+  } else {
+    // It could be read without end: from here on it is looked at from time to time.
+    watch_timer_.expires_after(kWatchPause);
+    watch_timer_.async_wait(look);
+  }
+}
+
+void Connection::LookForClient() {
+  bool gone = false;
+  if (const size_t room = std::min(kReadAhead, buffer_.max_size() - buffer_.size()); room > 0) {
+    const asio::mutable_buffer space = buffer_.prepare(room);
+    const ssize_t count = recv(socket_.native_handle(), space.data(), space.size(), MSG_DONTWAIT);
+    if (count > 0) buffer_.commit(static_cast<size_t>(count));
+    gone = count == 0 || (count < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
+  } else {
+    pollfd socket = {socket_.native_handle(), POLLRDHUP, 0};
+    gone = poll(&socket, 1, 0) > 0;
+  }
+  if (gone) {
+    ClientGone("the client has gone");
+  } else {
+    WatchClient();
+  }
 }
 
 void Connection::ClientGone(const char* how) {

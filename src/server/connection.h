@@ -56,6 +56,7 @@ class Connection : public Exchange, public std::enable_shared_from_this<Connecti
   void OnReadFailed(const beast::error_code& error);
   void RefuseAndClose(const HttpError& error);
   void WatchClient();
+  void LookForClient();
   void ClientGone(const char* how);
   void FlushStream();
   void Finished(bool keep_alive);
@@ -68,7 +69,7 @@ class Connection : public Exchange, public std::enable_shared_from_this<Connecti
 
   asio::ip::tcp::socket socket_;
   const Context context_;
-  asio::steady_timer timer_;
+  asio::steady_timer timer_, watch_timer_;
   beast::flat_buffer buffer_;
   std::string peer_;
   State state_ = State::kIdle;

@@ -10,6 +10,7 @@ HttpRequest RequestHead(const http::request_header<>& header) {
   request.content_type = field(http::field::content_type);
   request.authorization = field(http::field::authorization);
   request.origin = field(http::field::origin);
+  request.host = field(http::field::host);
   return request;
 }
 

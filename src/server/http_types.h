@@ -14,6 +14,7 @@ struct HttpRequest {
   std::string method, target;  // "POST", "/v1/completions?x=y"
   std::string content_type, authorization, origin;
   std::string body;
+  std::string host = {};  // the name under which the server was asked, with its port
 };
 
 struct HttpResponse {

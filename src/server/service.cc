@@ -166,6 +166,7 @@ std::string Service::CountedPath(const std::string& target) {
 Service::Service(ServedModel model, ServiceOptions options, Worker& worker, Metrics& metrics)
     : model_(std::move(model)),
       options_(std::move(options)),
+      hosts_(options_.hosts),
       worker_(worker),
       metrics_(metrics),
       started_(std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch())
@@ -173,6 +174,13 @@ Service::Service(ServedModel model, ServiceOptions options, Worker& worker, Metr
       tested_tokens_(TestedTokens(model_.engine.config())) {}
 
 void Service::CheckHead(const HttpRequest& request) const {
+  if (options_.api_key.empty() && !hosts_.Allows(request.host)) {
+    throw HttpError(403,
+                    fmt::format("this server is not known as {}; ask for localhost or 127.0.0.1, or start it with "
+                                "--allow-host and that name, or with a key",
+                                Quoted(request.host)),
+                    "", "host_not_allowed");
+  }
   const Route* const route = FindRoute(request.target);
   if (route == nullptr) throw HttpError(404, StatusText(404));
   const bool get = std::string_view(route->method) == "GET";

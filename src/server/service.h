@@ -10,7 +10,9 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "server/allowed_hosts.h"
 #include "server/api.h"
 #include "server/http_types.h"
 #include "server/metrics.h"
@@ -23,6 +25,7 @@ struct ServiceOptions {
   std::string cors_origin;  // whose pages may ask too: an origin, or "*"; empty: nobody's
   std::string version;
   std::function<void(const std::string& text)> note;  // takes a line for the log; may be empty
+  std::vector<std::string> hosts = {};  // names of this server beside localhost, where there is no key
 };
 
 class Service {
@@ -66,6 +69,7 @@ class Service {
 
   const ServedModel model_;
   const ServiceOptions options_;
+  const AllowedHosts hosts_;
   Worker& worker_;
   Metrics& metrics_;
   const int64_t started_;

@@ -39,10 +39,7 @@ AnswerPart NewPart(const GenerateResult& result, Told& told) {
 }  // namespace
 
 Worker::Worker(Engine& engine, const WorkerOptions& options, Metrics& metrics)
-    : engine_(engine),
-      options_(options),
-      metrics_(metrics),
-      scheduler_(std::make_unique<Scheduler>(engine, options.max_running)) {
+    : engine_(engine), options_(options), metrics_(metrics), scheduler_(MakeScheduler()) {
   PublishState();
   thread_ = std::thread([this] { Run(); });
 }
@@ -55,6 +52,10 @@ Worker::~Worker() {
   }
   wake_.notify_one();
   thread_.join();
+}
+
+std::unique_ptr<Scheduler> Worker::MakeScheduler() {
+  return std::make_unique<Scheduler>(engine_, options_.max_running, Pacing{.step_seconds = options_.step_seconds});
 }
 
 bool Worker::Submit(std::vector<Task> tasks, const std::shared_ptr<TaskListener>& listener,
@@ -162,7 +163,7 @@ void Worker::Step() {
     if (error.status() == PHSA_IO) SetDeviceFailure(error.what());  // a step has nothing else to do with the system
     Fail(std::current_exception());
   } catch (...) {
-    // No memory, or a bug: the next step would meet it again.
+    // What one request is to blame for ends that one; this is no memory to schedule, or a bug, and would come again.
     Fail(std::current_exception());
   }
   PublishState();
@@ -197,7 +198,7 @@ void Worker::Collect() {
 }
 
 void Worker::Fail(const std::exception_ptr& error) {
-  scheduler_ = std::make_unique<Scheduler>(engine_, options_.max_running);
+  scheduler_ = MakeScheduler();
   for (const auto& [id, active] : active_) {
     metrics_.CountFailure();
     active->listener->OnFailure(error);

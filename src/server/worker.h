@@ -57,6 +57,7 @@ struct InspectTask {
 
 struct WorkerOptions {
   int32_t max_running = 64, max_waiting = 256;
+  double step_seconds = 0.25;  // that an answer may wait for its next token while prompts are read
 };
 
 class Worker {
@@ -98,6 +99,7 @@ class Worker {
     double first_token = 0;  // seconds; 0: none yet
   };
 
+  std::unique_ptr<Scheduler> MakeScheduler();
   void Run();
   void TakeIncoming();
   void Begin(Pending pending);

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
+import os
 import re
 import resource
 import select
@@ -23,6 +24,7 @@ pytest.importorskip("gguf")
 TEXT = ROOT / "bench/data/from_sand_hill_to_pine.txt"
 CONTEXT = 2048  # of the tiny model: long enough to be read sparsely
 JSON = {"Content-Type": "application/json"}
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 # Budgets for a few hundred tokens: something is left out.
 SMALL = {"attention": "phsa", "init": 16, "local": 32, "top_k": 2}
 
@@ -474,12 +476,9 @@ def test_a_connection_serves_one_request_after_the_other(server):
             assert connection.sock is not None
     # Two at once, the second one while the first is answered.
     body = b'{"prompt": "x", "max_tokens": 30}'
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        % len(body)
-    )
+    head = POST + b"Content-Length: %d\r\n\r\n" % len(body)
     with server.socket() as raw:
-        raw.sendall((head + body) * 2 + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        raw.sendall((head + body) * 2 + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         received = b"".join(iter(lambda: raw.recv(65536), b""))
     assert received.count(b"HTTP/1.1 200 OK") == 3 and received.endswith(b'{"status":"ok"}')
 
@@ -487,10 +486,7 @@ def test_a_connection_serves_one_request_after_the_other(server):
 def test_a_body_is_sent_after_a_continue(server):
     body = b'{"prompt": "x", "max_tokens": 3}'
     with server.socket() as raw:
-        raw.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-            b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body)
-        )
+        raw.sendall(POST + b"Connection: close\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body))
         assert raw.recv(100).startswith(b"HTTP/1.1 100")
         raw.sendall(body)
         assert b"".join(iter(lambda: raw.recv(65536), b"")).startswith(b"HTTP/1.1 200")
@@ -537,6 +533,25 @@ def test_keys_origins_and_limits(tiny, tmp_path):
     assert not any("secret" in line for line in server.lines)
 
 
+def test_a_server_without_a_key_answers_under_its_own_names_only(server, tiny):
+    def ask(port, host):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("GET", "/v1/models", headers={"Host": host})
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+
+    assert ask(server.port, "localhost")[0] == ask(server.port, f"[::1]:{server.port}")[0] == 200
+    status, answer = ask(server.port, f"evil.example:{server.port}")
+    assert status == 403 and answer["error"]["code"] == "host_not_allowed"
+    assert "evil.example" in answer["error"]["message"] and "--allow-host" in answer["error"]["message"]
+    with Server(tiny, env={**os.environ, "PHSA_ALLOW_HOST": "a.example,b.example"}) as other:
+        assert [ask(other.port, f"{name}.example:80")[0] for name in "abc"] == [200, 200, 403]
+    flags = ("--allow-host", "a.example", "--allow-host", "http://b.example:80")
+    done = run_phsa("serve", "-m", tiny, *flags)
+    assert done.returncode == 2 and "http://b.example:80" in done.stderr and "without a port" in done.stderr
+
+
 def test_an_open_address_needs_a_key(tiny):
     done = run_phsa("serve", "-m", tiny, "--host", "0.0.0.0", "--port", 0)
     assert done.returncode == 2 and "--api-key" in done.stderr
@@ -566,11 +581,7 @@ def long_stream(server, **body):
     data = json.dumps(
         {"prompt": "x", "max_tokens": 1500, "stream": True, "ignore_eos": True, "temperature": 0, **body}
     ).encode()
-    raw.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        % len(data)
-        + data
-    )
+    raw.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(data) + data)
     return raw
 
 
@@ -600,6 +611,36 @@ def test_an_answer_ends_when_its_client_has_gone(server):
     server.wait_for(lambda: any("client has gone" in line for line in server.lines))
 
 
+# The second does not fit into what is taken in of it.
+@pytest.mark.parametrize("ahead", [b"G", b"GET /health HTTP/1.1\r\nX: " + b"x" * 100_000], ids=["a byte", "too much"])
+def test_an_answer_ends_when_its_client_has_sent_more_and_gone(server, ahead):
+    def metric(name, **labels):
+        return server.metric(f"vllm:{name}", **labels)
+
+    for streaming in (True, False):
+        aborted = metric("request_success_total", finished_reason="abort")
+        raw = long_stream(server, stream=streaming, n=20)  # more than the cache holds at once: they take a while
+        server.wait_for(lambda: metric("num_requests_waiting") > 0)
+        raw.sendall(ahead)
+        time.sleep(0.1)  # so that the end comes by itself
+        raw.shutdown(socket.SHUT_WR)  # close() would reset the connection where a part of the stream was not read
+        server.wait_for(lambda: metric("num_requests_running") == 0)
+        raw.close()
+        assert metric("request_success_total", finished_reason="abort") > aborted
+
+
+def test_a_request_that_comes_during_an_answer_is_answered_behind_it(server):
+    with server.socket() as raw:
+        body = b'{"prompt": "x", "max_tokens": 1000, "stream": true, "ignore_eos": true}'
+        raw.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        received = raw.recv(65536)
+        for part in (b"GET /hea", b"lth HTTP/1.1\r\nHost: localhost\r\n", b"Connection: close\r\n\r\n"):
+            raw.sendall(part)
+            received += raw.recv(65536)
+        received += b"".join(iter(lambda: raw.recv(65536), b""))
+    assert received.count(b"HTTP/1.1 200 OK") == 2 and received.endswith(b'{"status":"ok"}')
+
+
 def test_a_client_that_does_not_read_is_left(impatient):
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -608,11 +649,7 @@ def test_a_client_that_does_not_read_is_left(impatient):
     data = json.dumps(
         {"prompt": "x", "max_tokens": 2000, "n": 100, "logprobs": 20, "stream": True, "ignore_eos": True}
     ).encode()
-    raw.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        % len(data)
-        + data
-    )
+    raw.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(data) + data)
     impatient.wait_for(lambda: any("did not read in time" in line for line in impatient.lines), 60)
     impatient.wait_for(lambda: impatient.metric("vllm:num_requests_running") == 0)
     raw.close()
@@ -623,7 +660,7 @@ def test_a_client_that_does_not_read_is_left(impatient):
     "sent",
     [
         b"POST /v1/comp",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
+        POST + b"Content-Length: 99\r\n\r\n{",
     ],
 )
 def test_a_half_sent_request_is_ended(impatient, sent):
