@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/mapped_file.h"
 #include "base/memory.h"
 #include "engine/session.h"
 #include "io/model_store.h"
@@ -105,6 +106,9 @@ Model::Model(const std::string& model, const std::string& adapter, const Attenti
              EngineOptions options, const std::string& chat_template, Progress progress)
     : process_(getpid()), asked_context_(options.context), progress_(std::move(progress)) {
   OutsidePython outside;
+  // The process is the user's: the line is printed, then whoever had the signal before (faulthandler, the system) goes
+  // on.
+  ReportCutFiles(AfterCutFile::kHandOn);
   std::unique_ptr<ModelSource> source = ModelSource::Open(ResolveModel(model), adapter);
   Tokenizer tokenizer = LoadTokenizer(*source);
   const int32_t context = options.context > 0 ? options.context : source->config().context;

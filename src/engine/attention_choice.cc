@@ -1,5 +1,10 @@
 #include "engine/attention_choice.h"
 
+#include <fmt/ranges.h>
+
+#include "base/errors.h"
+#include "base/nearest.h"
+
 namespace phsa {
 namespace {
 
@@ -10,6 +15,17 @@ LayerSettings CarriedSettings(const std::string& json, bool is_auto) {
     for (auto& [layer, one] : settings.layers) one.dense_below = kCrossover;
   }
   return settings;
+}
+
+// PolicyFromName, less what the engine does not run.
+Policy RunnablePolicy(const std::string& name) {
+  std::vector<std::string> names = {"auto"};
+  for (const Policy policy : {Policy::kDense, Policy::kPhsa, Policy::kInfllm2, Policy::kInfllm2_64, Policy::kStreaming,
+                              Policy::kQuest}) {
+    if (name == Name(policy)) return policy;
+    names.emplace_back(Name(policy));
+  }
+  ThrowInvalid("attention is {}{}; allowed: {}", Quoted(name), DidYouMean(name, names), fmt::join(names, ", "));
 }
 
 void SetPolicy(Settings& settings, Policy policy) {
@@ -34,7 +50,7 @@ LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig&
     settings = CarriedSettings(config.phsa_settings, is_auto);
   }
   const auto change = [&](Settings& one) {
-    if (!is_auto) SetPolicy(one, PolicyFromName(choice.policy));
+    if (!is_auto) SetPolicy(one, RunnablePolicy(choice.policy));
     if (choice.top_k) one.top_k = *choice.top_k;
     if (choice.lambda) {
       one.lambda = *choice.lambda;
