@@ -9,6 +9,30 @@ install(TARGETS phsa EXPORT phsa_targets
   INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 if(PHSA_ENGINE)
   install(TARGETS phsa_program RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+  # What the shells complete and the manual page: the program writes them from its own flags. Where it cannot run here (it
+  # was built for another machine), they are left out.
+  foreach(text IN ITEMS
+      "completion bash|${CMAKE_INSTALL_DATADIR}/bash-completion/completions/phsa"
+      "completion zsh|${CMAKE_INSTALL_DATADIR}/zsh/site-functions/_phsa"
+      "completion fish|${CMAKE_INSTALL_DATADIR}/fish/vendor_completions.d/phsa.fish"
+      "man|${CMAKE_INSTALL_MANDIR}/man1/phsa.1")
+    string(REGEX REPLACE "\\|.*" "" arguments "${text}")
+    string(REGEX REPLACE ".*\\|" "" file "${text}")
+    string(REPLACE " " ";" arguments "${arguments}")
+    install(CODE "
+      set(file \"${file}\")
+      if(NOT IS_ABSOLUTE \"\${file}\")
+        set(file \"\${CMAKE_INSTALL_PREFIX}/\${file}\")
+      endif()
+      execute_process(COMMAND \"$<TARGET_FILE:phsa_program>\" ${arguments}
+        OUTPUT_VARIABLE text ERROR_QUIET RESULT_VARIABLE failed)
+      if(failed)
+        message(STATUS \"Left out: \${file} (phsa cannot be run here)\")
+      else()
+        message(STATUS \"Installing: \$ENV{DESTDIR}\${file}\")
+        file(WRITE \"\$ENV{DESTDIR}\${file}\" \"\${text}\")
+      endif()")
+  endforeach()
 endif()
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/phsa DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
 install(EXPORT phsa_targets NAMESPACE phsa:: FILE phsa-targets.cmake DESTINATION ${cmake_dir})

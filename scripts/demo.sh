@@ -1,16 +1,24 @@
 #!/bin/bash
 # A small model answers questions about a long text with dense attention, InfLLM v2 and PHSA, and all three are compared
-# on this machine, with the program that was built into the folder given. More flags go to `phsa compare`.
+# on this machine, with the program that was built into the folder given. --model takes another packaged model; more flags
+# go to `phsa compare`.
 #
 #   scripts/demo.sh build/release/bin --quick
+#   scripts/demo.sh build/release/bin --model qwen2.5-coder-0.5b --parts answers
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 phsa=$1/phsa
 shift
-[[ $# -gt 0 ]] || set -- --niah-lengths 4k --samples 8
 model=smollm2-135m
-adapter=models/smollm2-135m-phsa
+if [[ ${1:-} == --model ]]; then
+  model=$2
+  shift 2
+fi
+# Only this model has an adapter that was trained for it.
+adapter=()
+[[ $model != smollm2-135m ]] || adapter=(--adapter models/smollm2-135m-phsa)
+[[ $# -gt 0 ]] || set -- --niah-lengths 4k --samples 8
 book=bench/data/from_sand_hill_to_pine.txt
 page=bench/data/lighthouse.txt
 text=demo/text.txt
@@ -29,14 +37,15 @@ mkdir -p demo
   tail -n 3 "$page"
 } >"$text"
 
-compare=("$phsa" compare -m "$model" --adapter "$adapter" --attention "dense,infllm2,phsa" -f "$text"
+compare=("$phsa" compare -m "$model" "${adapter[@]}" --attention "dense,infllm2,phsa" -f "$text"
   -p "Who built the lighthouse?" --expect "Clara Voss"
   -p "In which year was the lighthouse built?" --expect "1868"
   -p "What did the town give to Mary Ellison?" --expect "silver watch"
   --out demo "$@")
 echo
 echo "== $model reads $(wc -w <"$text") words and answers, three times; then speed, needles, perplexity and recall are measured"
-echo "   (about three minutes on two cores; Ctrl-C ends it with a report of what is done)"
+if [[ ${#adapter[@]} -gt 0 ]]; then time="about three minutes on two cores"; else time="--parts answers asks the questions only"; fi
+echo "   ($time; Ctrl-C ends it with a report of what is done)"
 printf "\$"
 for word in "${compare[@]}"; do
   if [[ $word =~ ^[A-Za-z0-9_./,=-]+$ ]]; then printf " %s" "$word"; else printf " %s" "${word@Q}"; fi
@@ -47,11 +56,19 @@ printf "\n\n"
 cat <<END
 
 What to make of it: sparse attention reads a small part of the text, and the longer the text the more time that saves.
+END
+if [[ ${#adapter[@]} -gt 0 ]]; then
+  cat <<END
 $model has 135 million parameters; what lies far back it would lose most of, had it not learned to read sparsely: the adapter
-in $adapter was trained with PHSA (docs/training.md). Leave it out of the command above to see the
+in ${adapter[1]} was trained with PHSA (docs/training.md). Leave it out of the command above to see the
 difference. Larger models lose less without training (docs/results.md).
+END
+else
+  echo "$model was not trained with sparse attention; what it loses shows in needles and perplexity (docs/results.md)."
+fi
+cat <<END
 
 The report with its plots: demo/report.html
-Which blocks it read:      $phsa inspect -m $model --adapter $adapter -f $text -p "Who built the lighthouse?" --html demo/inspect.html
-Talk to it yourself:       $phsa chat -m $model --adapter $adapter
+Which blocks it read:      $phsa inspect -m $model ${adapter[*]} -f $text -p "Who built the lighthouse?" --html demo/inspect.html
+Talk to it yourself:       $phsa chat -m $model ${adapter[*]}
 END

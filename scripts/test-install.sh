@@ -18,6 +18,15 @@ prefix=$scratch/moved
 libdir=$(dirname "$(find "$prefix" -name 'libphsa.*' | head -n 1)")
 export PKG_CONFIG_PATH=$libdir/pkgconfig
 
+# Made from the program's flags as it is installed.
+if [[ -x $prefix/bin/phsa ]]; then
+  bash -c "source '$prefix/share/bash-completion/completions/phsa'; COMP_WORDS=(phsa ru); COMP_CWORD=1; _phsa
+    [[ \${COMPREPLY[*]} == run ]]"
+  grep -q '^#compdef phsa' "$prefix/share/zsh/site-functions/_phsa"
+  grep -q '^complete -c phsa' "$prefix/share/fish/vendor_completions.d/phsa.fish"
+  grep -q '^\.SS phsa run' "$prefix/share/man/man1/phsa.1"
+fi
+
 # The examples lie outside the tree, as a user's program would.
 cp -r examples "$scratch/examples"
 

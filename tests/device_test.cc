@@ -1,4 +1,5 @@
 // A model on a device whose memory is not the host's, and the choice of a device.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -295,29 +296,22 @@ TEST(ChooseDevice, OtherNamesAreRefusedNamingTheRightOnes) {
   }
 }
 
-TEST(ChooseDevice, WithoutAGpuItIsTheCpuAndWhoeverAskedIsTold) {
+TEST(ChooseDevice, WithoutAGpuAutoIsTheCpuAndAskingForOneIsRefused) {
   if (cuda::Unavailable().empty()) GTEST_SKIP() << "there is a GPU";
   for (const char* name : {"auto", "cpu"}) {
     EXPECT_EQ(Choose(name).device, PHSA_DEVICE_CPU);
     EXPECT_EQ(Choose(name).note, "");
   }
   for (const char* name : {"cuda", "cuda:3"}) {
-    const DeviceChoice choice = Choose(name);
-    EXPECT_EQ(choice.device, PHSA_DEVICE_CPU);
-    EXPECT_NE(choice.note.find(cuda::Unavailable()), std::string::npos) << choice.note;
-    EXPECT_NE(choice.note.find("CPU"), std::string::npos) << choice.note;
-    EXPECT_EQ(choice.note.find('\n'), std::string::npos);
+    try {
+      Choose(name);
+      FAIL() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.status(), PHSA_UNSUPPORTED);
+      EXPECT_EQ(error.what(),
+                fmt::format("--device {}: {}; --device auto runs the model on the CPU", name, cuda::Unavailable()));
+    }
   }
-}
-
-TEST(ChooseDevice, AnEngineThatGotTheCpuRuns) {
-  if (cuda::Unavailable().empty()) GTEST_SKIP() << "there is a GPU";
-  EngineOptions options = FakeOptions(256);
-  options.device = "cuda";
-  const std::unique_ptr<Engine> engine = LoadedEngine(options);
-  EXPECT_EQ(engine->device_name(), "cpu");
-  EXPECT_NE(engine->device().note, "");
-  EXPECT_EQ(engine->plan().Text().find("memory: "), 0u);
 }
 
 TEST(ChooseDevice, ACacheForAStepHoldsAsManyTextsAsAStepReads) {

@@ -1,3 +1,4 @@
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -257,6 +258,66 @@ TEST(Session, AStopTokenEndsAnAnswerAndIsNotPartOfIt) {
   options.sampler.logit_bias = {{-1, 1.0f}};
   EXPECT_EQ(Refusal([&] { Session(*engine).Generate(prompt, options, {}); }),
             "logit_bias has the token -1; the model's are 0 to 100");
+}
+
+TEST(Session, AnInterruptedPrefillSaysWhatItDid) {
+  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(256, 16));
+  Session session(*engine);
+  std::vector<int32_t> prompt(100);
+  for (size_t i = 0; i < prompt.size(); ++i) prompt[i] = static_cast<int32_t>(i % 20);
+  GenerateOptions options;
+  options.max_tokens = 1;
+  session.Generate(std::span(prompt).first(20), options, {});
+  int32_t steps = 0;
+  GenerateCallbacks callbacks;
+  callbacks.stop = [&] { return ++steps > 3; };
+  const GenerateResult result = session.Generate(prompt, options, callbacks);
+  EXPECT_EQ(result.reason, StopReason::kInterrupted);
+  EXPECT_EQ(result.prompt_tokens, 100);
+  EXPECT_EQ(result.reused_tokens, 20);
+  EXPECT_EQ(session.sequence().length(), 20 + 3 * 16);
+  EXPECT_GT(result.prefill_seconds, 0);
+  EXPECT_GT(result.tokens_read.read, 0);
+}
+
+// `before` tokens that repeat nothing, then the part again and again; how many tokens pass until the watch notices.
+size_t TokensUntilNoticed(size_t before, size_t part, size_t most) {
+  RepetitionWatch watch;
+  std::vector<int32_t> tokens;
+  while (tokens.size() < most) {
+    const size_t at = tokens.size();
+    tokens.push_back(static_cast<int32_t>(at < before ? 10'000 + at : (at - before) % part));
+    if (watch.Next(tokens)) return at + 1 - before;
+  }
+  return most;
+}
+
+TEST(RepetitionWatch, APartThatStandsThereFourTimesIsALoop) {
+  EXPECT_EQ(TokensUntilNoticed(0, 1, 1000), 160u);
+  EXPECT_EQ(TokensUntilNoticed(33, 1, 1000), 160u);
+  EXPECT_EQ(TokensUntilNoticed(7, 40, 1000), 160u);
+  EXPECT_EQ(TokensUntilNoticed(7, 41, 1000), 164u);
+  EXPECT_EQ(TokensUntilNoticed(100, 256, 3000), 1024u);
+  EXPECT_EQ(TokensUntilNoticed(0, 257, 5000), 5000u);
+}
+
+TEST(RepetitionWatch, RowsThatDifferInOneTokenAreNoLoop) {
+  RepetitionWatch watch;
+  std::vector<int32_t> tokens;
+  for (int32_t i = 0; i < 3000; ++i) {
+    tokens.push_back(i % 12 == 11 ? 1000 + i : i % 12);
+    EXPECT_FALSE(watch.Next(tokens));
+  }
+}
+
+TEST(AttentionChoice, WhatTheEngineDoesNotRunIsNotOffered) {
+  for (const char* name : {"sepllm", "flash"}) {
+    AttentionChoice choice;
+    choice.policy = name;
+    EXPECT_EQ(
+        Refusal([&] { ResolveAttention(choice, FakeModel().config(), 256); }),
+        fmt::format("attention is \"{}\"; allowed: auto, dense, phsa, infllm2, infllm2-64, streaming, quest", name));
+  }
 }
 
 AttentionChoice ChoiceFromJson(const Json& arguments) {

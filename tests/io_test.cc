@@ -1,13 +1,17 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <csignal>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <random>
+#include <thread>
 
 #include "base/dtype.h"
 #include "base/mapped_file.h"
@@ -61,6 +65,45 @@ TEST(MappedFile, WhatCannotBeReadIsRefusedByName) {
   EXPECT_EQ(Refusal([&] { MappedFile{missing}; }), missing + ": cannot be opened: No such file or directory");
   EXPECT_EQ(Refusal([&] { MappedFile{folder.path()}; }), folder.path().string() + ": is a folder, not a file");
   EXPECT_EQ(Refusal([&] { MappedFile{"/dev/null"}; }), "/dev/null: is a device or a pipe, not a file");
+}
+
+// Reads the last byte of a file that was cut after it had been mapped.
+void ReadWhatWasCut(const std::filesystem::path& path, AfterCutFile then) {
+  ReportCutFiles(then);
+  const MappedFile file(path);
+  std::filesystem::resize_file(path, 100);
+  std::exit(*static_cast<const volatile uint8_t*>(file.data() + file.size() - 1));
+}
+
+TEST(MappedFileDeathTest, AFileThatIsCutWhileInUseEndsTheProcessWithItsName) {
+  const TempFolder folder;
+  const std::filesystem::path path = folder.Write("model.gguf", std::string(1 << 20, 'x'));
+  EXPECT_EXIT(ReadWhatWasCut(path, AfterCutFile::kExit), testing::ExitedWithCode(1),
+              "^phsa: .*model.gguf: was cut while in use, or its disk fails; copy or fetch it again\n$");
+}
+
+TEST(MappedFileDeathTest, WhereTheProcessIsNotOursTheSignalGoesOnToWhoHadItBefore) {
+  const TempFolder folder;
+  const std::filesystem::path path = folder.Write("model.gguf", std::string(1 << 20, 'x'));
+  const auto with_handler = [&] {
+    std::signal(SIGBUS, [](int) { _exit(7); });
+    ReadWhatWasCut(path, AfterCutFile::kHandOn);
+  };
+  EXPECT_EXIT(with_handler(), testing::ExitedWithCode(7), "model.gguf: was cut while in use");
+}
+
+TEST(ReadTextFile, APipeIsReadToItsEnd) {
+  const TempFolder folder;
+  const std::string path = folder.path() / "pipe";
+  ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+  const std::string content(300'000, 'x');
+  std::thread writer([&] { std::ofstream(path) << content; });
+  EXPECT_EQ(ReadTextFile(path, content.size()), content);
+  writer.join();
+  // Short enough for one write: a writer that goes on after the reader has left gets SIGPIPE.
+  std::thread again([&] { std::ofstream(path) << content.substr(0, 3000); });
+  EXPECT_EQ(Refusal([&] { ReadTextFile(path, 1000); }), path + ": has more than 1000 bytes; allowed: at most 1000");
+  again.join();
 }
 
 TEST(MappedFile, AnEmptyFileHasNoBytes) {

@@ -12,6 +12,7 @@
 #include <optional>
 #include <thread>
 
+#include "io/model_source.h"
 #include "io/sha256.h"
 #include "io/store_files.h"
 #include "model_files.h"
@@ -74,6 +75,7 @@ class Fetch : public testing::Test {
     }
     model_.bytes = whole_.size();
     model_.sha256 = SumOf(whole_);
+    model_.sample_sha256 = SampleSum(folder_.Write("whole", whole_));
     StandIn(kCopy);
   }
 
@@ -171,6 +173,41 @@ TEST_F(Fetch, APartThatWasDamagedOnDiskIsFetchedAgain) {
   EXPECT_EQ(Calls(), "tiny-part2==1.0\ntiny-part3==1.0\n");
 }
 
+TEST_F(Fetch, AModelThatWasDamagedAfterwardsIsNoticedByItsSampleAndFetchedAgain) {
+  const fs::path path = Run();
+  EXPECT_EQ(DamagedModel(model_), "");
+  // The beginning, the end, and a hole as large as what a failing disk or an unfinished copy leaves.
+  for (const auto& [at, count] : {std::pair<size_t, size_t>{0, 1}, {whole_.size() - 1, 1}, {2'000'000, 400'000}}) {
+    std::string damaged = whole_;
+    damaged.replace(at, count, count, '\0');
+    std::ofstream(path, std::ios::binary) << damaged;
+    EXPECT_EQ(CachedModel(model_), "");
+    EXPECT_EQ(DamagedModel(model_), path);
+    EXPECT_EQ(ReadAll(Run()), whole_);
+  }
+  fs::resize_file(path, 5);
+  EXPECT_EQ(DamagedModel(model_), path);
+}
+
+TEST(SampleSum, SmallFilesCountWhole) {
+  const TempFolder folder;
+  std::string content(900'000, 'x');
+  EXPECT_EQ(SampleSum(folder.Write("file", content)), SumOf(content));
+  EXPECT_EQ(SampleSum(folder.Write("file", "")), SumOf(""));
+  EXPECT_EQ(SampleSum(folder.path() / "none"), "");
+}
+
+TEST(PackagedModels, ADamagedOneIsRefusedWithWhatToDo) {
+  const TempFolder folder;
+  const ScopedVariable cache("PHSA_CACHE", folder.path().string());
+  const fs::path file = folder.Write("models/SmolLM2-135M-Instruct.Q4_1.gguf", "GGUF");
+  fs::resize_file(file, FindPackagedModel("smollm2-135m")->bytes);
+  EXPECT_EQ(Refusal([] { ResolveModel("smollm2-135m"); }),
+            file.string() +
+                ": is not smollm2-135m as it was fetched: the file was damaged; run `phsa models fetch "
+                "smollm2-135m` again");
+}
+
 TEST_F(Fetch, AStopEndsTheDownloadAtOnceAndLeavesNothing) {
   StandIn("echo $$ > \"$here/pid.txt\"; echo x > \"$TMPDIR/half\"; sleep 60; touch \"$here/survived\"");
   const auto start = std::chrono::steady_clock::now();
@@ -258,7 +295,7 @@ TEST_F(Fetch, RemovingFreesTheModelAndWhatAFetchLeft) {
 }
 
 TEST(PackagedModels, ThePartsMakeUpTheFile) {
-  ASSERT_EQ(PackagedModels().size(), 2u);
+  ASSERT_EQ(PackagedModels().size(), 3u);
   for (const PackagedModel& model : PackagedModels()) {
     uint64_t bytes = 0;
     for (const ModelPart& part : model.parts) {
@@ -268,6 +305,7 @@ TEST(PackagedModels, ThePartsMakeUpTheFile) {
     }
     EXPECT_EQ(bytes, model.bytes);
     EXPECT_EQ(model.sha256.size(), 64u);
+    EXPECT_EQ(model.sample_sha256.size(), 64u);
     EXPECT_EQ(FindPackagedModel(model.name), &model);
   }
 }
@@ -323,6 +361,7 @@ TEST_F(Hub, ModelsAreFoundInTheirNewestSnapshot) {
   EXPECT_EQ(ResolveModel("org/one"), folder_.path() / "models--org--one/snapshots/aaa/model.gguf");
   EXPECT_EQ(ResolveModel("org/two/q8.gguf"), folder_.path() / "models--org--two/snapshots/ccc/q8.gguf");
   EXPECT_EQ(ResolveModel("plain"), folder_.path() / "models--plain/snapshots/ddd");
+  EXPECT_EQ(ModelSource::Open(ResolveModel("plain"))->config().name, "plain");  // not ddd
   // What does not open is not listed, but found, so that its own error is what the user sees.
   EXPECT_EQ(ResolveModel("org/other"), folder_.path() / "models--org--other/snapshots/eee");
 }

@@ -8,6 +8,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <set>
 #include <sstream>
 #include <thread>
 
@@ -16,6 +17,7 @@
 #include "tokenizer/chat_template.h"
 #include "tokenizer/normalizer.h"
 #include "tokenizer/pattern.h"
+#include "tokenizer/pre_tokenization.h"
 
 namespace phsa {
 namespace {
@@ -470,6 +472,38 @@ TEST(Pattern, MatchesThatNeverEndAreGivenUp) {
   std::vector<TextRange> matches;
   const std::string message = Refusal([&] { pattern.FindAll(std::string(40, 'a'), &scratch, &matches); });
   EXPECT_NE(message.find("limit"), std::string::npos) << message;
+}
+
+// The limit on steps does not end these: each step looks at the whole rest of the text.
+TEST(Pattern, MatchesThatTakeQuadraticTimeAreGivenUp) {
+  const std::string text(400'000, 'a');
+  for (const char* source : {"a*+[bc]|a", "(?:a*+[bc]|a)+[de]"}) {
+    const Pattern pattern(source, "here");
+    Pattern::Scratch scratch;
+    std::vector<TextRange> matches;
+    const std::string message = Refusal([&] { pattern.FindAll(text, &scratch, &matches); });
+    EXPECT_NE(message.find("takes too long"), std::string::npos) << source << ": " << message;
+  }
+}
+
+TEST(Pattern, OrdinaryPatternsReachNoLimitOnLongRunsOfOneCharacter) {
+  std::set<std::string> sources;
+  for (const PreTokenization& known : KnownPreTokenizations())
+    sources.insert(known.patterns.begin(), known.patterns.end());
+  for (const std::string& source : sources) {
+    // With a group around it it is not the one we know, and is watched.
+    for (const std::string& form : {source, "(?:" + source + ")"}) {
+      const Pattern pattern(form, "here");
+      Pattern::Scratch scratch;
+      for (const char* character : {" ", "\n", "a", "1", ".", "中"}) {
+        std::string text;
+        while (text.size() < 100'000) text += character;
+        std::vector<TextRange> matches;
+        scratch.Restart(text.size());
+        EXPECT_NO_THROW(pattern.FindAll(text + "x", &scratch, &matches)) << form << character;
+      }
+    }
+  }
 }
 
 TEST(Normalizer, PlainTextIsNotCopied) {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/mapped_file.h"
 #include "base/memory.h"
 #include "engine/session.h"
 #include "io/model_store.h"
@@ -111,6 +112,9 @@ Model::Model(const std::string& model, const std::string& adapter, const std::ve
       adapter_(adapter),
       chosen_adapter_(adapter) {
   OutsidePython outside;
+  // The process is the user's: the line is printed, then whoever had the signal before (faulthandler, the system) goes
+  // on.
+  ReportCutFiles(AfterCutFile::kHandOn);
   std::unique_ptr<ModelSource> source = ModelSource::Open(ResolveModel(model));
   for (const std::string& other : other_adapters) source->SetAdapter(other);
   source->SetAdapter(adapter);

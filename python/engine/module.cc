@@ -61,6 +61,7 @@ const char* ReasonName(StopReason reason) {
     case StopReason::kMaxTokens: return "max_tokens";
     case StopReason::kContextFull: return "context_full";
     case StopReason::kInterrupted: return "interrupted";
+    case StopReason::kLoop: return "loop";
   }
   return "";
 }

@@ -455,9 +455,8 @@ def test_the_device_is_asked_for_by_argument_or_environment(folder: Path, monkey
     assert phsa.LLM(folder, device="cpu").device == "cpu"
     if json.loads(run_phsa("info", "--json"))["cuda"] == "available":
         return
-    with pytest.warns(UserWarning, match="runs on the CPU"):
-        llm = phsa.LLM(folder, device="cuda:0")
-    assert llm.device == "cpu" and llm.generate("hello", max_tokens=2, **GREEDY).tokens.size == 2
+    with pytest.raises(ValueError, match=r"device cuda:0: .*; device auto runs the model on the CPU"):
+        phsa.LLM(folder, device="cuda:0")
 
 
 def test_properties(llm: phsa.LLM, folder: Path) -> None:

@@ -29,7 +29,13 @@ class MappedFile {
   size_t size_ = 0;
 };
 
-// The whole file as text; refuses files above `limit` bytes.
+// From now on, reading bytes of a MappedFile that its file no longer has (it was cut while in use, or its disk fails:
+// SIGBUS) prints one line that names the file. Then the process exits with 1, or, where the process is not ours alone,
+// goes on to whatever handled the signal before.
+enum class AfterCutFile : uint8_t { kExit, kHandOn };
+void ReportCutFiles(AfterCutFile then);
+
+// The whole file as text, or all that a pipe has; refuses files above `limit` bytes.
 std::string ReadTextFile(const std::filesystem::path& path, size_t limit);
 
 }  // namespace phsa

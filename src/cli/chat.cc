@@ -20,12 +20,11 @@ struct ChatFlags {
 };
 
 constexpr const char* kHelp =
-    "/reset forgets the conversation, /file PATH adds a text to the next question, /quit ends; Ctrl-C ends an answer\n";
+    "/reset forgets the conversation, /file PATH adds a text to the next question, /quit ends; Ctrl-C ends an answer";
 
 // A line from the terminal; false at its end, or when Ctrl-C was pressed while waiting.
 bool ReadLine(std::string& line) {
-  if (isatty(STDIN_FILENO) == 1) fmt::print(stderr, "> ");
-  std::fflush(stderr);
+  if (isatty(STDIN_FILENO) == 1) PrintQuestionMark();
   line.clear();
   for (;;) {
     char c = 0;
@@ -48,7 +47,7 @@ void Chat(const ChatFlags& flags) {
   const std::unique_ptr<Engine> engine =
       OpenEngine(std::move(source), std::move(tokenizer), flags.model, attention.front());
   LoadEngine(*engine);
-  fmt::print(stderr, "{}", kHelp);
+  Note("{}", kHelp);
 
   Session session(*engine);
   std::vector<ChatMessage> messages;
@@ -66,7 +65,7 @@ void Chat(const ChatFlags& flags) {
       continue;
     }
     if (line == "/help") {
-      fmt::print(stderr, "{}", kHelp);
+      Note("{}", kHelp);
       continue;
     }
     // What goes wrong with one question must not end the conversation.
@@ -74,7 +73,7 @@ void Chat(const ChatFlags& flags) {
     try {
       if (line.starts_with("/file ")) {
         text += ReadText(line.substr(6)) + "\n\n";
-        fmt::print(stderr, "the text goes with your next question\n");
+        Note("the text goes with your next question");
         continue;
       }
       messages.push_back({"user", text + line});
@@ -94,13 +93,13 @@ void Chat(const ChatFlags& flags) {
       bar.Clear();
       WriteOut("\n");
       const auto generated = static_cast<double>(result.tokens.size());
-      fmt::print(stderr,
-                 "[{} prompt tokens, {} read before, first token after {}; {} tokens at {:.1f}/s; {:.0f} % of the "
-                 "tokens read; {}]\n",
-                 result.prompt_tokens, result.reused_tokens, DurationInWords(result.prefill_seconds),
-                 result.tokens.size(),
-                 result.decode_seconds > 0 && generated > 1 ? (generated - 1) / result.decode_seconds : 0.0,
-                 100 * result.tokens_read.share(), Name(result.reason));
+      Note(
+          "[{} prompt tokens, {} read before, first token after {}; {} tokens at {:.1f}/s; {:.0f} % of the "
+          "tokens read; {}]",
+          result.prompt_tokens, result.reused_tokens, DurationInWords(result.prefill_seconds), result.tokens.size(),
+          result.decode_seconds > 0 && generated > 1 ? (generated - 1) / result.decode_seconds : 0.0,
+          100 * result.tokens_read.share(), Name(result.reason));
+      TellOfLoop(result);
       ClearInterrupt();
       if (result.tokens.empty() && result.reason == StopReason::kInterrupted) {
         messages.resize(turns);  // stopped before it answered: as if it had not been asked
@@ -110,7 +109,7 @@ void Chat(const ChatFlags& flags) {
       text.clear();
     } catch (const Error& error) {
       if (error.status() == PHSA_IO) throw;
-      fmt::print(stderr, "phsa: {}\n", error.what());
+      PrintError(error.what());
       messages.resize(turns);
     }
   }

@@ -344,7 +344,7 @@ void RunComparison(const CompareFlags& flags, const std::string& command_line) {
   const CompareStory story = TellComparison(result);
   folder.Write(result, story);
   WriteOut(flags.json ? CompareJson(result) : CompareSummary(result, story));
-  fmt::print(stderr, "{}: open it in a browser; report.md and report.json lie beside it\n", folder.page().string());
+  Note("{}: open it in a browser; report.md and report.json lie beside it", folder.page().string());
   if (result.about.interrupted) throw Interrupted{};
 }
 

@@ -39,8 +39,7 @@ void Export(const ExportFlags& flags) {
   const bool done = ExportModel(*source, flags.out, options, threads);
   bar.Clear();
   if (!done) throw Interrupted{};
-  fmt::print(stderr, "{}{} is in {}\n", source->config().name, source->adapter() != nullptr ? " with its adapter" : "",
-             flags.out);
+  Note("{}{} is in {}", source->config().name, source->adapter() != nullptr ? " with its adapter" : "", flags.out);
 }
 
 }  // namespace

@@ -1,7 +1,9 @@
 // `phsa info`: what a model's files say of it (reads the headers, not the weights), and on what models can run here.
+#include <iterator>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "base/as_given.h"
 #include "base/errors.h"
@@ -11,6 +13,7 @@
 #include "cli/terminal.h"
 #include "eval/speed.h"
 #include "io/model_source.h"
+#include "io/model_store.h"
 #include "model/cuda/cuda_backend.h"
 
 namespace phsa::cli {
@@ -92,6 +95,67 @@ std::string SamplingText(const ModelConfig& config) {
   return parts.empty() ? "nothing recommended" : fmt::format("{}", fmt::join(parts, ", "));
 }
 
+// A packaged model's file may have been made from one with another name.
+std::string NameText(const ModelSource& source) {
+  for (const PackagedModel& model : PackagedModels()) {
+    if (CachedModel(model) != source.path()) continue;
+    return fmt::format("{}; its file says {}", model.description.substr(0, model.description.find(',')),
+                       Quoted(source.config().name));
+  }
+  return Quoted(source.config().name);
+}
+
+// "K 8, lambda 0.75": what differs from `base`; all of it where there is no base.
+std::string SettingsText(const Settings& settings, const Settings* base) {
+  std::vector<std::string> parts;
+  const auto add = [&](const char* name, const auto& value, const auto* usual) {
+    if (usual == nullptr || value != *usual) parts.push_back(fmt::format("{}{}", name, value));
+  };
+  const auto of = [&](auto member) { return base == nullptr ? nullptr : &(base->*member); };
+  const std::string policy = Name(settings.policy), usual_policy = base == nullptr ? "" : Name(base->policy);
+  const std::string reduce = Name(settings.group_reduce),
+                    usual_reduce = base == nullptr ? "" : Name(base->group_reduce);
+  add("", policy, base == nullptr ? nullptr : &usual_policy);
+  add("blocks of ", settings.block_size, of(&Settings::block_size));
+  add("K ", settings.top_k, of(&Settings::top_k));
+  add("init ", settings.init_tokens, of(&Settings::init_tokens));
+  add("local ", settings.local_tokens, of(&Settings::local_tokens));
+  if (!settings.head_lambda.empty()) {
+    if (base == nullptr || settings.head_lambda != base->head_lambda) {
+      parts.push_back(fmt::format("lambda per KV head {}", fmt::join(settings.head_lambda, " ")));
+    }
+  } else if (base == nullptr || settings.lambda != base->lambda || !base->head_lambda.empty()) {
+    parts.push_back(fmt::format("lambda {}", settings.lambda));
+  }
+  add("punctuation ", Quoted(settings.punctuation), static_cast<const std::string*>(nullptr));
+  if (base != nullptr && settings.punctuation == base->punctuation) parts.pop_back();
+  add("groups by ", reduce, base == nullptr ? nullptr : &usual_reduce);
+  add("dense below ", settings.dense_below, of(&Settings::dense_below));
+  return parts.empty() ? "as all" : fmt::format("{}", fmt::join(parts, ", "));
+}
+
+// One line for all layers, and one for each run of layers that have others in common.
+std::vector<std::string> SettingsLines(const std::string& json) {
+  LayerSettings all;
+  try {
+    all = SettingsFromJson(json);
+  } catch (const Error& error) {
+    return {fmt::format("{}: {}", Quoted(json), error.what())};
+  }
+  std::vector<std::string> lines = {SettingsText(all.base, nullptr)};
+  for (auto first = all.layers.begin(); first != all.layers.end();) {
+    auto last = first;
+    auto next = std::next(first);
+    for (; next != all.layers.end() && next->first == last->first + 1 && next->second == first->second; ++next)
+      last = next;
+    const std::string layers =
+        first == last ? fmt::format("layer {}", first->first) : fmt::format("layers {}-{}", first->first, last->first);
+    lines.push_back(fmt::format("{}: {}", layers, SettingsText(first->second, &all.base)));
+    first = next;
+  }
+  return lines;
+}
+
 void PrintText(const ModelSource& source, const InfoFlags& flags) {
   const ModelConfig& config = source.config();
   const Sizes sizes = SizesOf(source);
@@ -99,7 +163,7 @@ void PrintText(const ModelSource& source, const InfoFlags& flags) {
   const auto line = [&](const char* name, const std::string& value) { out += fmt::format("{:<14} {}\n", name, value); };
   line("path", source.path());
   line("format", fmt::format("{}, {}", source.format(), BytesInWords(source.file_bytes())));
-  line("name", Quoted(config.name));
+  line("name", NameText(source));
   line("architecture", fmt::format("{}, {} layers, {} wide, feed-forward {}", config.architecture, config.num_layers,
                                    config.hidden, config.intermediate));
   line("attention",
@@ -112,7 +176,12 @@ void PrintText(const ModelSource& source, const InfoFlags& flags) {
   line("end tokens", config.eos_ids.empty() ? "none" : fmt::format("{}", fmt::join(config.eos_ids, ", ")));
   line("chat template", source.chat_template().empty() ? "none" : Quoted(source.chat_template()));
   line("sampling", SamplingText(config));
-  line("PHSA settings", config.phsa_settings.empty() ? "none" : Quoted(config.phsa_settings));
+  if (config.phsa_settings.empty()) {
+    line("PHSA settings", "none");
+  } else {
+    const char* name = "PHSA settings";
+    for (const std::string& text : SettingsLines(config.phsa_settings)) line(std::exchange(name, ""), text);
+  }
   if (const auto tested = TestedTokens(config)) line("tested with", fmt::format("texts of up to {} tokens", *tested));
   if (const Adapter* const adapter = source.adapter()) {
     line("adapter", Quoted(adapter->path(), kQuotedPath));

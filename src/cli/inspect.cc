@@ -33,7 +33,7 @@ LayerSettings Attention(const InspectFlags& flags, const ModelConfig& config, in
   const bool is_auto = attention.policies == std::vector<std::string>{"auto"};
   if (is_auto && config.phsa_settings.empty() && attention.config_file.empty()) {
     attention.policies = {"phsa"};
-    fmt::print(stderr, "attention: phsa, as the model carries no settings and dense attention chooses nothing\n");
+    Note("attention: phsa, as the model carries no settings and dense attention chooses nothing");
   }
   const std::vector<LayerSettings> all = AttentionSettings(attention, config, context);
   if (all.size() != 1) ThrowInvalid("inspect: one --attention and one -K; `phsa perplexity --recall` takes lists");
@@ -70,6 +70,7 @@ void RunInspect(const InspectFlags& flags) {
   SamplingFlags greedy;
   greedy.temperature = 0;
   greedy.seed = 0;
+  greedy.allow_loops = true;
   GenerateOptions options = SamplingOptions(greedy, source->config());
   options.max_tokens = flags.answer.value_or(0);
   const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, attention);
@@ -85,16 +86,15 @@ void RunInspect(const InspectFlags& flags) {
   }
   WriteOut(flags.json ? InspectionJson(inspection) + "\n" : InspectionText(inspection));
   const GenerateResult& result = inspection.result;
-  fmt::print(stderr, "{} prompt tokens in {}; {} tokens of answer in {}; peak memory {}\n", result.prompt_tokens,
-             DurationInWords(result.prefill_seconds), result.tokens.size(), DurationInWords(result.decode_seconds),
-             BytesInWords(PeakMemoryBytes()));
+  Note("{} prompt tokens in {}; {} tokens of answer in {}; peak memory {}", result.prompt_tokens,
+       DurationInWords(result.prefill_seconds), result.tokens.size(), DurationInWords(result.decode_seconds),
+       BytesInWords(PeakMemoryBytes()));
   if (const TokensRead read = inspection.Read(); read.read == read.dense) {
-    fmt::print(
-        stderr,
+    Note(
         "nothing was left out: the text has no more candidates than K, or lies below dense_below; a longer text or "
-        "a smaller -K, --init and --local leave a choice\n");
+        "a smaller -K, --init and --local leave a choice");
   }
-  if (page) fmt::print(stderr, "{}: open it in a browser\n", flags.html);
+  if (page) Note("{}: open it in a browser", flags.html);
 }
 
 }  // namespace

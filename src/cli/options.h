@@ -50,11 +50,13 @@ std::vector<LayerSettings> SomeAttentionSettings(const AttentionFlags& flags, co
 
 // How tokens are chosen. Unset flags take what the model recommends, then the program's own.
 struct SamplingFlags : SamplingChoice {
-  int32_t max_tokens = 512;
+  int32_t max_tokens = 512;  // -1: until the end token or a full context
   std::vector<std::string> stops;
-  bool ignore_eos = false;
+  bool ignore_eos = false, allow_loops = false;
 };
 void AddSamplingFlags(CLI::App& command, SamplingFlags& flags);
+// Says so where an answer was ended because it repeated itself.
+void TellOfLoop(const GenerateResult& result);
 GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& config);
 
 // `model`: a path or a name; `adapter`: a folder, or none.

@@ -99,10 +99,10 @@ void RunPrepare(const PrepareFlags& flags) {
                        folder.shards());
   };
   WriteOut(line(flags.out, train) + (held_out ? line(flags.held_out, *held_out) : ""));
-  if (result.empty > 0) fmt::print(stderr, "{} documents have no text and were left out\n", result.empty);
-  if (!options.without.empty()) fmt::print(stderr, "{} documents hold text of --without\n", result.overlapping);
-  fmt::print(stderr, "{} of text in {} ({:.1f} MB/s) on {} threads\n", BytesInWords(result.text_bytes),
-             DurationInWords(seconds), static_cast<double>(result.text_bytes) / 1e6 / seconds, options.threads);
+  if (result.empty > 0) Note("{} documents have no text and were left out", result.empty);
+  if (!options.without.empty()) Note("{} documents hold text of --without", result.overlapping);
+  Note("{} of text in {} ({:.1f} MB/s) on {} threads", BytesInWords(result.text_bytes), DurationInWords(seconds),
+       static_cast<double>(result.text_bytes) / 1e6 / seconds, options.threads);
 }
 
 }  // namespace

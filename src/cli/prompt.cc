@@ -1,27 +1,55 @@
 #include "cli/prompt.h"
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "base/errors.h"
 #include "cli/options.h"
+#include "cli/terminal.h"
 
 namespace phsa::cli {
 
 void AddPromptFlags(CLI::App& command, PromptFlags& flags) {
   command.add_option("-f,--file", flags.document, "a text that the question is about; - for standard input");
-  command.add_option("-p,--prompt", flags.question, "the question");
+  command.add_option("-p,--prompt", flags.question,
+                     "the question; -: standard input, which is also read where it is a pipe and nothing else asks");
   command.add_option("--system", flags.system, "the system message");
   command.add_option("--chat-template", flags.chat_template, "the chat template by name, where the model's is unknown");
   command.add_flag("--raw", flags.raw, "no chat template: the model goes on from the text as it is");
 }
 
+namespace {
+
+// -p, or what standard input says in its place: `echo "Why?" | phsa run -m M -f DOC`.
+std::string Question(const PromptFlags& flags) {
+  if (flags.question == "-" && flags.document == "-") {
+    ThrowInvalid("-f - and -p -: standard input is one of them; give the other another way");
+  }
+  struct stat input {};
+  const bool known = fstat(STDIN_FILENO, &input) == 0;
+  const bool pipe = known && (S_ISFIFO(input.st_mode) || S_ISSOCK(input.st_mode));
+  // A text alone may be all of the prompt, and a loop in a shell has its list as standard input: then only a pipe asks.
+  const bool asks =
+      flags.document.empty() ? pipe || (known && S_ISREG(input.st_mode)) : pipe && flags.document != "-" && !flags.raw;
+  if (flags.question != "-" && !(flags.question.empty() && asks)) return flags.question;
+  if (flags.question.empty()) Note("reading the question from standard input");
+  std::string question = ReadText("-");
+  while (!question.empty() && (question.back() == '\n' || question.back() == '\r')) question.pop_back();
+  return question;
+}
+
+}  // namespace
+
 std::vector<int32_t> PromptTokens(const PromptFlags& flags, const ModelSource& source, const Tokenizer& tokenizer) {
-  if (flags.question.empty() && flags.document.empty()) {
+  const std::string question = Question(flags);
+  if (question.empty() && flags.document.empty()) {
     ThrowInvalid("there is nothing to read; give a question (-p), a text (-f), or both");
   }
   std::string text = flags.document.empty() ? "" : ReadText(flags.document);
-  if (!text.empty() && !flags.question.empty()) text += "\n\n";
-  text += flags.question;
+  if (!text.empty() && !question.empty()) text += "\n\n";
+  text += question;
   if (flags.raw) {
     std::vector<int32_t> ids;
     if (tokenizer.add_bos() && tokenizer.bos() >= 0) ids.push_back(tokenizer.bos());

@@ -32,7 +32,7 @@ void RunPunctuation(const PunctuationFlags& flags) {
         flags.json ? fmt::format("{{\"id\":{},\"text\":{}}}\n", id, text(id)) : fmt::format("{}\t{}\n", id, text(id));
   }
   WriteOut(lines);
-  fmt::print(stderr, "{}: {} of {} tokens\n", flags.set, ids.size(), tokenizer.vocab_size());
+  Note("{}: {} of {} tokens", flags.set, ids.size(), tokenizer.vocab_size());
 }
 
 }  // namespace

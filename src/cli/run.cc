@@ -1,4 +1,5 @@
 // `phsa run`: one question, one answer.
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "base/errors.h"
@@ -27,8 +28,11 @@ void Run(const RunFlags& flags) {
   const std::vector<int32_t> prompt = PromptTokens(flags.prompt, *source, tokenizer);
   // Only what this question needs, unless -c asks for more.
   ModelFlags model = flags.model;
-  if (model.context == 0) model.context = ContextFor(prompt.size(), options.max_tokens, source->config());
-  const std::vector<LayerSettings> attention = AttentionSettings(flags.attention, source->config(), model.context);
+  const int32_t needed = ContextFor(prompt.size(), options.max_tokens, source->config());
+  const int32_t context = model.context > 0 ? model.context : needed;
+  // Without an end to the answer it is the model's context, or what of it fits into memory.
+  if (flags.sampling.max_tokens > 0) model.context = context;
+  const std::vector<LayerSettings> attention = AttentionSettings(flags.attention, source->config(), context);
   if (attention.size() != 1) ThrowInvalid("run: one --attention and one -K; `phsa bench` takes lists");
   HintAtPhsa(flags.attention, attention.front(), prompt.size());
   WarnPastTested(source->config(), prompt.size());
@@ -47,34 +51,45 @@ void Run(const RunFlags& flags) {
   bar.Clear();
   WarnPastTested(engine->config(), prompt.size() + result.tokens.size());
   const auto generated = static_cast<double>(result.tokens.size());
+  // Of the prompt; not all of it where Ctrl-C came first.
+  const int32_t prefilled = std::min(session.sequence().length(), result.prompt_tokens);
+  const bool unread = prefilled < result.prompt_tokens;
   const double prefill_speed =
-      result.prefill_seconds > 0 ? (result.prompt_tokens - result.reused_tokens) / result.prefill_seconds : 0;
+      result.prefill_seconds > 0 ? (prefilled - result.reused_tokens) / result.prefill_seconds : 0;
   const double decode_speed = result.decode_seconds > 0 && generated > 1 ? (generated - 1) / result.decode_seconds : 0;
   if (flags.json) {
-    nlohmann::json line = {{"text", result.text},
-                           {"stop_reason", Name(result.reason)},
-                           {"prompt_tokens", result.prompt_tokens},
-                           {"reused_tokens", result.reused_tokens},
-                           {"tokens", result.tokens.size()},
-                           {"prefill_tokens_per_s", prefill_speed},
-                           {"decode_tokens_per_s", decode_speed},
-                           {"time_to_first_token_s", result.prefill_seconds},
-                           {"attention", Name(attention.front().base.policy)},
-                           {"read_share", result.tokens_read.share()},
-                           {"peak_memory_bytes", PeakMemoryBytes()}};
+    nlohmann::json line = {
+        {"text", result.text},
+        {"stop_reason", Name(result.reason)},
+        {"prompt_tokens", result.prompt_tokens},
+        {"prefilled_tokens", prefilled},
+        {"reused_tokens", result.reused_tokens},
+        {"tokens", result.tokens.size()},
+        {"prefill_tokens_per_s", prefill_speed},
+        {"decode_tokens_per_s", decode_speed},
+        {"time_to_first_token_s", unread ? nlohmann::json(nullptr) : nlohmann::json(result.prefill_seconds)},
+        {"attention", Name(attention.front().base.policy)},
+        {"read_share", result.tokens_read.share()},
+        {"peak_memory_bytes", PeakMemoryBytes()}};
     AddBudget(attention.front().base, &line);
     WriteOut(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+  } else if (unread) {
+    Note("{} of {} prompt tokens{} at {:.0f}/s in {}; {}; {:.0f} % of the tokens read; peak memory {}", prefilled,
+         result.prompt_tokens,
+         result.reused_tokens > 0 ? fmt::format(", {} of them read before,", result.reused_tokens) : "", prefill_speed,
+         DurationInWords(result.prefill_seconds), Name(result.reason), 100 * result.tokens_read.share(),
+         BytesInWords(PeakMemoryBytes()));
   } else {
     WriteOut("\n");
-    fmt::print(
-        stderr,
+    Note(
         "{} prompt tokens{} at {:.0f}/s, first token after {}; {} tokens at {:.1f}/s; {}; {:.0f} % of the tokens "
-        "read; peak memory {}\n",
+        "read; peak memory {}",
         result.prompt_tokens,
         result.reused_tokens > 0 ? fmt::format(", {} of them read before,", result.reused_tokens) : "", prefill_speed,
         DurationInWords(result.prefill_seconds), result.tokens.size(), decode_speed, Name(result.reason),
         100 * result.tokens_read.share(), BytesInWords(PeakMemoryBytes()));
   }
+  TellOfLoop(result);
   SavePromptCache(flags.prompt_cache, session);
   if (result.reason == StopReason::kInterrupted) throw Interrupted{};
 }

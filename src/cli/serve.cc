@@ -63,7 +63,8 @@ void RunServe(const ServeFlags& flags) {
         Quoted(flags.server.host));
   }
   server::AllowedHosts{flags.service.hosts};  // what is wrong in them is said before a model is loaded
-  server::AccessLog log(flags.log_file == "none" ? "" : flags.log_file);
+  const bool no_log = flags.log_file == "none" || (flags.log_file == "-" && IsQuiet());
+  server::AccessLog log(no_log ? "" : flags.log_file);
   std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
   Tokenizer tokenizer = LoadTokenizer(*source);
   const int32_t context = flags.model.context > 0 ? flags.model.context : source->config().context;
@@ -78,7 +79,7 @@ void RunServe(const ServeFlags& flags) {
     model.chat_template = ChooseChatTemplate(flags.chat_template, engine->source().chat_template());
   } catch (const Error& error) {
     if (!flags.chat_template.empty()) throw;
-    fmt::print(stderr, "chat: {}\n", error.what());
+    Note("chat: {}", error.what());
   }
   server::ServerOptions options = flags.server;
   options.header_timeout = Milliseconds(flags.header_timeout);
@@ -101,7 +102,7 @@ void RunServe(const ServeFlags& flags) {
   server::Service service(std::move(model), service_options, worker, metrics);
   server::Server http(options, service, worker, metrics, log);
   const bool v6 = options.host.find(':') != std::string::npos;
-  fmt::print(stderr, "serving {} at http://{}{}{}:{}\n", id, v6 ? "[" : "", options.host, v6 ? "]" : "", http.port());
+  Note("serving {} at http://{}{}{}:{}", id, v6 ? "[" : "", options.host, v6 ? "]" : "", http.port());
   ThrowIfInterrupted();  // from here on the server has the signals
   http.Run();
 }

@@ -1,12 +1,12 @@
 #include "cli/terminal.h"
 
-#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 
@@ -26,9 +26,27 @@ void OnInterrupt(int signal) {
   g_interrupted = 1;
 }
 
+bool g_quiet = false;
+std::string g_color = "auto";
+
 bool StderrIsTerminal() {
   static const bool is_terminal = isatty(STDERR_FILENO) == 1;
   return is_terminal;
+}
+
+bool UsesColor() {
+  if (g_color != "auto") return g_color == "always";
+  const auto value = [](const char* name) {
+    const char* const text = std::getenv(name);
+    return std::string_view(text == nullptr ? "" : text);
+  };
+  return StderrIsTerminal() && value("NO_COLOR").empty() && value("TERM") != "dumb";
+}
+
+constexpr const char *kDim = "2", *kBold = "1", *kYellow = "33", *kRed = "1;31";
+
+std::string Colored(const char* code, std::string_view text) {
+  return UsesColor() ? fmt::format("\x1b[{}m{}\x1b[0m", code, text) : std::string(text);
 }
 
 }  // namespace
@@ -48,8 +66,20 @@ void ThrowIfInterrupted() {
   if (WasInterrupted()) throw Interrupted{};
 }
 
+void SetQuiet(bool quiet) { g_quiet = quiet; }
+bool IsQuiet() { return g_quiet; }
+void SetColor(const std::string& when) { g_color = when; }
+
+void PrintNote(std::string_view line) { fmt::print(stderr, "{}\n", Colored(kDim, line)); }
+void PrintWarning(std::string_view line) { fmt::print(stderr, "{}\n", Colored(kYellow, line)); }
+void PrintError(std::string_view line) { fmt::print(stderr, "{} {}\n", Colored(kRed, "phsa:"), line); }
+void PrintQuestionMark() {
+  fmt::print(stderr, "{} ", Colored(kBold, ">"));
+  std::fflush(stderr);
+}
+
 void ProgressBar::Update(double share, const std::string& note) {
-  if (!StderrIsTerminal()) return;
+  if (!StderrIsTerminal() || IsQuiet()) return;
   const auto now = std::chrono::steady_clock::now();
   if (visible_ && now - drawn_ < std::chrono::milliseconds(100)) return;
   drawn_ = now;

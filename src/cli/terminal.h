@@ -2,9 +2,13 @@
 #ifndef PHSA_CLI_TERMINAL_H_
 #define PHSA_CLI_TERMINAL_H_
 
+#include <fmt/format.h>
+
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <string_view>
+#include <utility>
 
 namespace phsa::cli {
 
@@ -16,6 +20,26 @@ void CatchInterrupts();
 bool WasInterrupted();
 void ClearInterrupt();
 void ThrowIfInterrupted();
+
+// --quiet: nothing but answers and errors. --color: "auto" (stderr is a terminal, and NO_COLOR is not set), "always",
+// "never".
+void SetQuiet(bool quiet);
+bool IsQuiet();
+void SetColor(const std::string& when);
+
+// Lines on stderr. Notes and warnings are gone with --quiet; errors begin with "phsa: ".
+void PrintNote(std::string_view line);
+void PrintWarning(std::string_view line);
+void PrintError(std::string_view line);
+template <class... Args>
+void Note(fmt::format_string<Args...> format, Args&&... args) {
+  if (!IsQuiet()) PrintNote(fmt::format(format, std::forward<Args>(args)...));
+}
+template <class... Args>
+void Warn(fmt::format_string<Args...> format, Args&&... args) {
+  if (!IsQuiet()) PrintWarning(fmt::format(format, std::forward<Args>(args)...));
+}
+void PrintQuestionMark();  // where `chat` waits for a line
 
 // One line on stderr that is drawn again and again, only where stderr is a terminal; gone when the bar ends.
 class ProgressBar {

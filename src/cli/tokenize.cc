@@ -90,7 +90,7 @@ void PrintIds(const TokenizeFlags& flags, const Tokenizer& tokenizer, const std:
     std::string table;
     for (const int32_t id : ids) table += fmt::format("{:>7}  {}\n", id, Json(TokenText(tokenizer, id)).dump());
     WriteOut(table);
-    fmt::print(stderr, "{} tokens\n", ids.size());
+    Note("{} tokens", ids.size());
   }
 }
 

@@ -16,6 +16,7 @@ const char* Name(StopReason reason) {
     case StopReason::kMaxTokens: return "-n reached";
     case StopReason::kContextFull: return "context full";
     case StopReason::kInterrupted: return "interrupted";
+    case StopReason::kLoop: return "repeats itself";
   }
   return "";
 }
@@ -83,6 +84,7 @@ std::optional<StopReason> Answer::TakeToken(int32_t length) {
   if (options_.log_probabilities) result_.log_probabilities.push_back(std::move(next_log_probability_));
   Emit(stops_.Next(decoder_.Next(next_)));
   if (stops_.stopped()) return StopReason::kStopString;
+  if (options_.stop_loops && repetition_.Next(result_.tokens)) return StopReason::kLoop;
   if (length >= engine_.plan().context) return StopReason::kContextFull;
   // The last token that is asked for need not be read.
   if (result_.tokens.size() == max_tokens) return StopReason::kMaxTokens;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/repetition_watch.h"
 #include "engine/sampler.h"
 #include "engine/stop_strings.h"
 
@@ -30,11 +31,12 @@ struct GenerateOptions {
   std::vector<std::string> stops;
   std::vector<int32_t> stop_tokens = {};  // end an answer as the model's own end tokens do, also with ignore_eos
   bool ignore_eos = false;
+  bool stop_loops = false;                   // end an answer that only repeats itself (RepetitionWatch)
   std::optional<int32_t> log_probabilities;  // of the answer's tokens, with this many of the likeliest ones
   bool prompt_log_probabilities = false;     // and of the prompt's, from the second on: all of it is read
 };
 
-enum class StopReason : uint8_t { kEndOfText, kStopString, kStopToken, kMaxTokens, kContextFull, kInterrupted };
+enum class StopReason : uint8_t { kEndOfText, kStopString, kStopToken, kMaxTokens, kContextFull, kInterrupted, kLoop };
 const char* Name(StopReason reason);  // "end of text", …
 
 struct GenerateResult {
@@ -79,6 +81,7 @@ class Answer {
   Sampler sampler_;
   StreamDecoder decoder_;
   StopStrings stops_;
+  RepetitionWatch repetition_;
   int32_t next_ = -1;
   TokenLogProbability next_log_probability_;
   GenerateResult result_;

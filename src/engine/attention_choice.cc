@@ -1,11 +1,14 @@
 #include "engine/attention_choice.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <map>
 #include <vector>
 
 #include "base/as_given.h"
 #include "base/errors.h"
+#include "base/nearest.h"
 #include "io/json.h"
 #include "phsa/punctuation.h"
 
@@ -67,6 +70,17 @@ Json Parse(const std::string& json) {
   return Json::parse(json);
 }
 
+// Of the policies, those that the engine runs.
+void CheckPolicy(const std::string& name) {
+  std::vector<std::string> names = {"auto"};
+  for (const Policy policy :
+       {Policy::kDense, Policy::kPhsa, Policy::kInfllm2, Policy::kInfllm2_64, Policy::kStreaming, Policy::kQuest}) {
+    if (name == Name(policy)) return;
+    names.emplace_back(Name(policy));
+  }
+  ThrowInvalid("attention is {}{}; allowed: {}", Quoted(name), DidYouMean(name, names), fmt::join(names, ", "));
+}
+
 // What a model carries. It is data of others: it may name no file of this machine.
 Json ParseCarried(const std::string& json) {
   Json carried = Parse(json);
@@ -123,7 +137,7 @@ LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig&
   Settings preset = Settings::Preset(context);
   preset.policy = Policy::kDense;
   Merged merged{Json::parse(SettingsToJson(preset))};
-  if (choice.policy != "auto") PolicyFromName(choice.policy);  // before anything else is read: it lists the names
+  if (choice.policy != "auto") CheckPolicy(choice.policy);  // before anything else is read: it lists the names
   if (!config.phsa_settings.empty()) merged.Add(ParseCarried(config.phsa_settings));
   Json file = Json::object();
   if (!choice.config_json.empty()) merged.Add(file = Parse(choice.config_json));

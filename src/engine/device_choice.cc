@@ -78,7 +78,7 @@ DeviceChoice ChooseDevice(std::string_view name, const ModelSource& source, cons
   DeviceChoice choice;
   if (asked.cpu) return choice;
   if (const std::string why = cuda::Unavailable(); !why.empty()) {
-    if (asked.cuda) choice.note = fmt::format("device: {}; the model runs on the CPU", why);
+    if (asked.cuda) Throw(PHSA_UNSUPPORTED, "--device {}: {}; --device auto runs the model on the CPU", name, why);
     return choice;
   }
   const size_t devices = cuda::Devices().size();

@@ -11,11 +11,15 @@ double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 }  // namespace
 
+int32_t Session::Reusable(std::span<const int32_t> tokens) const {
+  // At least the last one is read: its logits are wanted.
+  return static_cast<int32_t>(CommonPrefix(sequence_.tokens(), tokens.first(tokens.size() - 1)));
+}
+
 std::optional<int32_t> Session::Prefill(std::span<const int32_t> tokens, const GenerateCallbacks& callbacks,
                                         const LogitsSink& sink, BatchItem::Logits logits) {
-  size_t shared = 0;
-  // All logits: every token is read. Otherwise at least the last one, whose logits are wanted.
-  if (logits != BatchItem::Logits::kAll) shared = CommonPrefix(sequence_.tokens(), tokens.first(tokens.size() - 1));
+  // All logits: every token is read.
+  const size_t shared = logits == BatchItem::Logits::kAll ? 0 : static_cast<size_t>(Reusable(tokens));
   sequence_.Truncate(static_cast<int32_t>(shared));
   const auto chunk = static_cast<size_t>(engine_.decoder().max_rows());
   for (size_t first = shared; first < tokens.size(); first += chunk) {
@@ -52,14 +56,19 @@ GenerateResult Session::Generate(std::span<const int32_t> prompt, const Generate
 
   const TokensRead before = engine_.decoder().tokens_read();
   const double start = Now();
-  const std::optional<int32_t> reused = Prefill(prompt, callbacks, choose, BatchItem::Logits::kLast);
-  if (!reused) {
+  const auto note_tokens_read = [&] {
+    const TokensRead& read = engine_.decoder().tokens_read();
+    result.tokens_read = {read.read - before.read, read.dense - before.dense};
+  };
+  result.reused_tokens = Reusable(prompt);
+  const bool prefilled = Prefill(prompt, callbacks, choose, BatchItem::Logits::kLast).has_value();
+  const double first_token = Now();
+  result.prefill_seconds = first_token - start;
+  if (!prefilled) {
+    note_tokens_read();
     answer.Interrupt();
     return result;
   }
-  result.reused_tokens = *reused;
-  const double first_token = Now();
-  result.prefill_seconds = first_token - start;
   while (answer.Take(sequence_.length())) {
     if (callbacks.stop && callbacks.stop()) {
       answer.Interrupt();
@@ -69,8 +78,7 @@ GenerateResult Session::Generate(std::span<const int32_t> prompt, const Generate
     engine_.decoder().Step({&item, 1}, choose);
   }
   result.decode_seconds = Now() - first_token;
-  const TokensRead& read = engine_.decoder().tokens_read();
-  result.tokens_read = {read.read - before.read, read.dense - before.dense};
+  note_tokens_read();
   return std::move(result);
 }
 

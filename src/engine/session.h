@@ -42,6 +42,9 @@ class Session {
   int32_t Restore(const std::filesystem::path& path, std::span<const int32_t> prompt);
 
  private:
+  // Of the tokens to be read, how many are there already.
+  int32_t Reusable(std::span<const int32_t> tokens) const;
+
   Engine& engine_;
   Sequence sequence_;
 };

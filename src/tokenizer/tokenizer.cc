@@ -156,6 +156,7 @@ std::vector<int32_t> Tokenizer::Encode(std::string_view text, SpecialTokens spec
   std::vector<int32_t> ids;
   // A call that throws does not give it back: what it left there is not known.
   std::unique_ptr<Scratch> scratch = impl_->Borrow();
+  scratch->pre_tokenizer.pattern.Restart(text.size());
   scratch->pieces.clear();
   impl_->raw_tokens.Split(text, recognise, &scratch->pre_tokenizer.pattern, &scratch->pieces);
   for (const AddedTokenFinder::Piece& piece : scratch->pieces) {

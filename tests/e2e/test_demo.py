@@ -11,6 +11,12 @@ from conftest import BIN, ROOT
 OFFLINE = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
 
 
+def test_the_demo_takes_another_model_by_its_name():
+    command = [ROOT / "scripts/demo.sh", BIN, "--model", "nobody-has-this", "--parts", "answers"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "nobody-has-this" in done.stderr and "qwen2.5-coder-0.5b" in done.stderr
+
+
 def test_the_demo_can_be_repeated_and_needs_no_network_for_a_model_that_is_here(smollm2, tmp_path):
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts/demo.sh", tmp_path / "scripts")
