@@ -262,8 +262,8 @@ TEST(Plot, PointsLieWhereTheirNumbersAre) {
 TEST(Plot, ALineBelowAnotherIsWider) {
   LineChart chart = OddChart();
   chart.lines = {{"above", {1, 0}, {{1, 1, {}}, {10, 10, {}}}},
-                 {"below", {2, 0}, {{1, 5, {}}, {10, 10, {}}}},
-                 {"elsewhere", {3, 0}, {{1, 7, {}}, {10, 2, {}}}},
+                 {"below", {2, 0}, {{1, 1, {}}, {5, 8, {}}, {10, 10, {}}}},
+                 {"meets it once", {3, 0}, {{1, 7, {}}, {10, 10, {}}}},
                  {"dashed", {4, 1}, {{1, 1, {}}, {10, 10, {}}}}};
   const std::string svg = LineChartSvg(chart);
   EXPECT_TRUE(WellFormed(svg));

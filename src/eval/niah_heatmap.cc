@@ -14,7 +14,7 @@
 namespace phsa {
 namespace {
 
-constexpr int kCellWidth = 58, kCellHeight = 22, kLabelWidth = 64, kTitleHeight = 46, kFootHeight = 44, kGap = 20;
+constexpr int kCellWidth = 58, kCellHeight = 22, kLabelWidth = 70, kTitleHeight = 46, kFootHeight = 44, kGap = 20;
 constexpr int kPanelTitle = 24, kPanelFoot = 20, kLegendWidth = 200;
 constexpr double kBoldWidth = 7;  // of a character at the panels' size, rather more than less
 

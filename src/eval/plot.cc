@@ -132,16 +132,18 @@ std::string DrawLine(const LineChart& chart, const PlotLine& line, double width,
                      Stroke(line.style), width, Dash(line.style), path);
 }
 
-// Whether somewhere one line hides the other.
+// Whether a piece of one line lies on the other: two of their points, or all that both have.
 bool Meet(const LineChart& chart, const PlotLine& a, const PlotLine& b, const Axis& y) {
   constexpr double kNear = 3;
+  size_t both = 0, near = 0;
   for (const PlotPoint& one : a.points) {
     for (const PlotPoint& other : b.points) {
       if (one.x != other.x || !Drawable(chart, one) || !Drawable(chart, other)) continue;
-      if (std::abs(y.At(one.y) - y.At(other.y)) < kNear) return true;
+      ++both;
+      if (std::abs(y.At(one.y) - y.At(other.y)) < kNear) ++near;
     }
   }
-  return false;
+  return near >= 2 || (near == 1 && both == 1);
 }
 
 std::string DrawMarkers(const LineChart& chart, const PlotLine& line, const Axis& x, const Axis& y) {
