@@ -259,6 +259,24 @@ TEST(Plot, PointsLieWhereTheirNumbersAre) {
   EXPECT_GT(log[0].second, log[2].second);
 }
 
+TEST(Plot, ALineBelowAnotherIsWider) {
+  LineChart chart = OddChart();
+  chart.lines = {{"above", {1, 0}, {{1, 1, {}}, {10, 10, {}}}},
+                 {"below", {2, 0}, {{1, 1, {}}, {5, 8, {}}, {10, 10, {}}}},
+                 {"meets it once", {3, 0}, {{1, 7, {}}, {10, 10, {}}}},
+                 {"dashed", {4, 1}, {{1, 1, {}}, {10, 10, {}}}}};
+  const std::string svg = LineChartSvg(chart);
+  EXPECT_TRUE(WellFormed(svg));
+  const auto width = [&](int colour) {
+    const size_t path = svg.find(fmt::format("<path class=\"stroke{}\"", colour)),
+                 at = svg.find("stroke-width=\"", path);
+    return std::stod(svg.substr(at + 14));
+  };
+  EXPECT_GT(width(2), width(1));
+  EXPECT_EQ(width(3), width(1));
+  EXPECT_EQ(width(4), width(1)) << "it shows between the dashes";
+}
+
 TEST(Plot, BarsStayInsideTheirAxis) {
   BarChart chart;
   chart.title = "found";
@@ -353,12 +371,11 @@ CompareResult Example() {
   result.about.threads = 1;
   result.about.num_layers = 2;
   result.about.context = 8192;
-  result.policies = {{"dense", Policy::kDense, true}, {"PHSA K=2", Policy::kPhsa, false}};
   const std::vector<LayerSettings> attention = {Canonical({SmallSettings(Policy::kDense, 0), {}}),
                                                 Canonical({SmallSettings(Policy::kPhsa, 2), {}})};
+  result.policies = {{"dense", attention[0], true, {"auto (dense)"}}, {"PHSA K=2", attention[1], false, {}}};
   CompareAnswers& answers = result.answers.emplace();
   answers.questions = {{"Who?", "Ada", {}}, {"Why | so?", "", {}}};
-  answers.attention = attention;
   answers.results.resize(2);
   for (auto& results : answers.results) {
     for (const char* text : {"It was <b>ada</b>.", "No | idea\n*really*"}) {
@@ -373,15 +390,12 @@ CompareResult Example() {
   CompareSpeed& speed = result.speed.emplace();
   speed.repeats = 2;
   speed.write_tokens = 8;
-  speed.attention = attention;
   speed.rows = {{Row(SpeedTest::kRead, 1024, 0, {1.0, 1.1}), Row(SpeedTest::kRead, 4096, 0, {8.0, 8.2}),
                  Row(SpeedTest::kWrite, 8, 4096, {1.0, 1.2})},
                 {Row(SpeedTest::kRead, 1024, 0, {1.0, 1.1}), Row(SpeedTest::kRead, 4096, 0, {4.0, 4.4}),
                  Row(SpeedTest::kWrite, 8, 4096, {0.9, 1.1})}};
   CompareNiah& niah = result.niah.emplace();
   niah.samples = 10;
-  niah.lengths = {4096};
-  for (const LayerSettings& one : attention) niah.attention.push_back({one});
   for (int32_t sample = 0; sample < 10; ++sample) {
     niah.records.Add(Needle(attention[0], sample, true), "test");
     niah.records.Add(Needle(attention[1], sample, sample == 0), "test");
@@ -390,7 +404,6 @@ CompareResult Example() {
   text.name = "a text";
   text.tokens = 129;
   text.perplexity = text.recall = true;
-  text.attention = attention;
   text.results.resize(2);
   text.recalls.resize(2);
   for (size_t i = 0; i < 2; ++i) {
@@ -403,7 +416,6 @@ CompareResult Example() {
   text.recalls[1] = {0.9, 0.8, {0.95, 0.65}};
   CompareFlops& flops = result.flops.emplace();
   flops.lengths = {4096, 1 << 17};
-  flops.attention = {{attention[0], attention[0]}, {attention[1], attention[1]}};
   flops.counts = {{{1e9, 0, 0}, {1e12, 0, 0}}, {{5e8, 1e7, 1e6}, {4e10, 9e9, 1e9}}};
   return result;
 }
@@ -428,12 +440,66 @@ TEST(CompareReport, SaysWhatTheNumbersSay) {
   EXPECT_TRUE(Contains(text, "At 128k, PHSA K=2 needs 5.0 % of dense attention's FLOPs, one in 20")) << text;
 }
 
+TEST(CompareReport, ARowSaysTheOneConfigurationThatAllItsNumbersAreOf) {
+  CompareResult result = Example();
+  const CompareTable summary = TellComparison(result).summary;
+  EXPECT_EQ(summary.columns[1], "settings");
+  EXPECT_EQ(summary.rows[0][1], "reads everything");
+  EXPECT_EQ(summary.rows[1][1], SettingsInWords(result.policies[1].attention));
+  const CompareSection settings = TellComparison(result).sections.back();
+  EXPECT_EQ(settings.tables.front().rows.size(), result.policies.size());
+  EXPECT_TRUE(Contains(settings.notes.front(), "auto (dense) is the same as dense here"));
+}
+
+TEST(CompareReport, ColoursTellThePolicyAndDashesTellK) {
+  CompareResult result = Example();
+  const auto add = [&](const char* label, Policy policy, int32_t top_k, int32_t dense_below) {
+    LayerSettings attention{SmallSettings(policy, top_k), {}};
+    attention.base.dense_below = dense_below;
+    result.policies.push_back({label, Canonical(attention), false, {}});
+    result.flops->counts.push_back(result.flops->counts[1]);
+  };
+  add("PHSA K=4", Policy::kPhsa, 4, 0);
+  add("auto (PHSA K=4)", Policy::kPhsa, 4, 128);
+  add("InfLLM v2 K=4", Policy::kInfllm2, 4, 0);
+  add("InfLLM v2 K=2", Policy::kInfllm2, 2, 0);
+  result.answers->results.resize(6);
+  result.speed->rows.resize(6);
+  result.text->results.resize(6);
+  result.text->recalls.resize(6);
+  std::string chart;  // of the FLOPs, which all have
+  for (const CompareSection& section : TellComparison(result).sections) {
+    if (section.title.starts_with("FLOPs")) chart = section.charts.front();
+  }
+  // The line before a label in the legend, and its marker.
+  const auto legend = [&](const std::string& label) {
+    const size_t text = chart.find(">" + label + "<"), line = chart.rfind("<line", text);
+    return chart.substr(line, text - line);
+  };
+  const auto attribute = [&](const std::string& label, const std::string& name) {
+    const std::string svg = legend(label);
+    const size_t at = svg.find(name + "=\"");
+    if (at == std::string::npos) return std::string();
+    return svg.substr(at, svg.find('"', at + name.size() + 2) - at);
+  };
+  for (const char* name : {"class", "stroke"}) {
+    EXPECT_EQ(attribute("PHSA K=2", name), attribute("PHSA K=4", name));
+    EXPECT_EQ(attribute("InfLLM v2 K=2", name), attribute("InfLLM v2 K=4", name));
+    EXPECT_NE(attribute("InfLLM v2 K=2", name), attribute("PHSA K=2", name));
+  }
+  EXPECT_EQ(attribute("PHSA K=2", "stroke-dasharray"), attribute("InfLLM v2 K=2", "stroke-dasharray"));
+  EXPECT_EQ(attribute("PHSA K=4", "stroke-dasharray"), attribute("InfLLM v2 K=4", "stroke-dasharray"));
+  EXPECT_NE(attribute("PHSA K=2", "stroke-dasharray"), attribute("PHSA K=4", "stroke-dasharray"));
+  EXPECT_FALSE(Contains(legend("PHSA K=4"), "fill-opacity"));
+  EXPECT_TRUE(Contains(legend("auto (PHSA K=4)"), "fill-opacity"));
+}
+
 TEST(CompareReport, ClaimsNoMoreThanWasMeasured) {
   CompareResult result = Example();
   result.niah->records = {};
   for (int32_t sample = 0; sample < 3; ++sample) {
-    result.niah->records.Add(Needle(result.niah->attention[0][0], sample, true), "test");
-    result.niah->records.Add(Needle(result.niah->attention[1][0], sample, sample > 0), "test");
+    result.niah->records.Add(Needle(result.policies[0].attention, sample, true), "test");
+    result.niah->records.Add(Needle(result.policies[1].attention, sample, sample > 0), "test");
   }
   result.text->results[1]->loss = 2.001;
   for (size_t i = 0; i < 128; ++i) result.text->results[1]->losses[i] = i / 4 % 2 == 0 ? 1.9f : 2.102f;
@@ -520,7 +586,34 @@ TEST(CompareReport, JsonHasEveryNumber) {
   EXPECT_NEAR(json["text"]["policies"][1]["loss_difference"].get<double>(), 0.1, 1e-12);
   EXPECT_EQ(json["text"]["policies"][1]["recall_sparse_by_layer"], nlohmann::json({0.95, 0.65}));
   EXPECT_EQ(json["flops"][3]["total"], 5e10);
-  EXPECT_EQ(json["policies"][1]["settings"]["niah"]["4096"]["top_k"], 2);
+  EXPECT_EQ(json["policies"][1]["settings"]["top_k"], 2);
+  EXPECT_EQ(json["policies"][0]["settings"].dump(), R"({"attention":"dense"})");
+}
+
+TEST(SettingsText, SaysWhatAPolicyGoesBy) {
+  Settings settings;
+  EXPECT_EQ(SettingsInWords({settings, {}}), "init 128, local 512, K 16, λ 0.9, " + settings.punctuation);
+  settings.dense_below = 1024;
+  settings.group_reduce = GroupReduce::kMax;
+  settings.block_size = 32;
+  settings.head_lambda = {0.5f, 1};
+  EXPECT_EQ(SettingsInWords({settings, {{3, Settings{}}}}), "init 128, local 512, K 16, block 32, λ per head, " +
+                                                                settings.punctuation +
+                                                                ", group max, dense below 1024; some layers differ");
+  settings = Settings{};
+  settings.policy = Policy::kStreaming;
+  EXPECT_EQ(SettingsInWords({settings, {}}), "init 128, local 512");
+}
+
+TEST(SettingsText, EqualSettingsAreOneWithBothNames) {
+  std::vector<NamedAttention> all;
+  AddDistinct("dense", {SmallSettings(Policy::kDense, 2), {}}, &all);
+  for (const int32_t top_k : {2, 4}) AddDistinct("phsa", {SmallSettings(Policy::kPhsa, top_k), {}}, &all);
+  AddDistinct("auto", {SmallSettings(Policy::kDense, 7), {}}, &all);  // dense attention has no K
+  for (const int32_t top_k : {2, 4}) AddDistinct("other", {SmallSettings(Policy::kPhsa, top_k), {}}, &all);
+  AddDistinct("phsa", {SmallSettings(Policy::kPhsa, 2), {}}, &all);
+  ASSERT_EQ(all.size(), 3u);
+  EXPECT_EQ(SameInWords(all), (std::vector<std::string>{"auto is the same as dense", "other is the same as phsa"}));
 }
 
 // The run
@@ -528,7 +621,7 @@ TEST(CompareReport, JsonHasEveryNumber) {
 ComparePlan SmallPlan() {
   ComparePlan plan;
   for (const Policy policy : {Policy::kDense, Policy::kPhsa}) {
-    plan.policies.push_back({Name(policy), [policy](int64_t) { return LayerSettings{SmallSettings(policy, 2), {}}; }});
+    AddDistinct(Name(policy), {SmallSettings(policy, 2), {}}, &plan.policies);
   }
   plan.answers.emplace();
   plan.answers->questions = {{"first", "", Tokens(200)}, {"second", "", Tokens(210)}};
@@ -580,6 +673,8 @@ TEST(Compare, MeasuresEveryPartForEveryPolicy) {
   EXPECT_LT(*result.text->recalls[1]->sparse, 1);
   EXPECT_EQ(result.speed->rows[0][1].tokens_read.share(), 1);
   EXPECT_LT(result.speed->rows[1][1].tokens_read.share(), 0.5);
+  EXPECT_EQ(plan.Context(), 320) << "the longest text of all parts";
+  for (size_t i = 0; i < 2; ++i) EXPECT_EQ(result.policies[i].attention, plan.policies[i].attention);
 }
 
 TEST(Compare, AStoppedRunKeepsWhatIsDone) {

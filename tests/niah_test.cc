@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <set>
 #include <sstream>
 
@@ -688,13 +689,77 @@ TEST(NiahReport, RowsThatDifferInOtherSettingsAreToldApart) {
   const std::vector<NiahRow> rows = Rows(records);
   ASSERT_EQ(rows.size(), 2u);
   EXPECT_NE(rows[0].method, rows[1].method);
-  EXPECT_TRUE(Contains(rows[0].method + rows[1].method, "local 512"));
+  EXPECT_EQ(rows[0].method, "phsa λ=1 (local 128)");
+  EXPECT_EQ(rows[1].method, "phsa λ=1 (local 512)");
+}
+
+TEST(NiahReport, WhateverTellsTwoConfigurationsApartStandsInTableJsonAndHeatMap) {
+  const auto changed = [](const std::function<void(LayerSettings&)>& change) {
+    LayerSettings settings = Attention(Policy::kPhsa, 2, 0.9f);
+    change(settings);
+    return Canonical(settings);
+  };
+  const std::vector<LayerSettings> others = {
+      changed([](LayerSettings& one) { one.base.dense_below = 1024; }),
+      changed([](LayerSettings& one) { one.base.group_reduce = GroupReduce::kMax; }),
+      changed([](LayerSettings& one) { one.base.block_size = 32, one.base.init_tokens = 32; }),
+      changed([](LayerSettings& one) { one.layers[1] = Attention(Policy::kDense, 2).base; }),
+      changed([](LayerSettings& one) {
+        one.base.head_lambda = {0.5f, 0.6f};
+      }),
+      changed([](LayerSettings& one) { one.base.punctuation = "pure"; })};
+  for (const LayerSettings& other : others) {
+    // All needles are found with the one, none with the other: a picture that mixes them up shows it.
+    NiahRecords records;
+    for (int32_t i = 0; i < 5; ++i) {
+      records.Add(Record(i, Attention(Policy::kPhsa, 2, 0.9f), true), "");
+      records.Add(Record(i, other, false), "");
+    }
+    const std::vector<NiahRow> rows = Rows(records);
+    const std::string where = SettingsToJson(other);
+    ASSERT_EQ(rows.size(), 2u) << where;
+    EXPECT_NE(rows[0].method, rows[1].method) << where;
+    const std::string tables = NiahTables(rows, NiahScoring::kForced);
+    EXPECT_TRUE(Contains(tables, "| " + rows[0].method + " |") && Contains(tables, "| " + rows[1].method + " |"))
+        << tables;
+    const std::string json = NiahJsonLines(rows), svg = NiahHeatMap(rows, "model", {});
+    const auto first = nlohmann::json::parse(json.substr(0, json.find('\n')));
+    const auto second = nlohmann::json::parse(json.substr(json.find('\n') + 1));
+    EXPECT_NE(first["method"], second["method"]);
+    EXPECT_NE(first["settings"], second["settings"]);
+    EXPECT_EQ(first["settings"], nlohmann::json::parse(SettingsToJson(rows[0].attention)));
+    EXPECT_EQ(Count(svg, "1 of 1 found</title>"), 5u) << where;
+    EXPECT_EQ(Count(svg, "0 of 1 found</title>"), 5u) << where;
+  }
+}
+
+TEST(NiahReport, NamesStayTheSameOverLengthsWithPresetsOfTheirOwn) {
+  NiahRecords records;
+  for (const int32_t length : {4096, 8192}) {
+    LayerSettings settings = Attention(Policy::kPhsa, 2);
+    settings.base.init_tokens = length / 64;
+    LayerSettings late = settings;
+    late.base.dense_below = 1024;
+    records.Add(Record(0, settings, true, length), "");
+    records.Add(Record(0, late, true, length), "");
+  }
+  const std::vector<NiahRow> rows = Rows(records);
+  ASSERT_EQ(rows.size(), 4u);
+  EXPECT_EQ(rows[0].method, "phsa λ=1 (dense below 0)");
+  EXPECT_EQ(rows[2].method, rows[0].method);
+  EXPECT_EQ(rows[3].method, rows[1].method);
+}
+
+TEST(NiahReport, DepthsThatNoSampleHasAreNamed) {
+  const NiahRecords records = Results();  // 0, 25, 50, 75 and 100 %
+  EXPECT_EQ(NiahEmptyDepths(Rows(records), std::vector<double>{0, 10, 50, 62.5}), "10 %, 62.5 %");
+  EXPECT_EQ(NiahEmptyDepths(Rows(records), std::vector<double>{0, 100}), "");
 }
 
 TEST(NiahHeatMap, EveryCellIsThere) {
   NiahRecords records = Results();
   for (int32_t i = 0; i < 5; ++i) records.Add(Record(i, Attention(Policy::kPhsa, 2, 0.9f), false, 8192), "");
-  const std::string svg = NiahHeatMap(Rows(records), "a <small> & \"odd\" model");
+  const std::string svg = NiahHeatMap(Rows(records), "a <small> & \"odd\" model", {});
   EXPECT_TRUE(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"));
   EXPECT_FALSE(Contains(svg, "<small>"));
   EXPECT_TRUE(Contains(svg, "a &lt;small&gt; &amp; &quot;odd&quot; model"));
@@ -703,6 +768,11 @@ TEST(NiahHeatMap, EveryCellIsThere) {
   for (const char* label : {">0 %<", ">25 %<", ">100 %<", ">4k<", ">8k<", ">phsa λ=0.9, K=2<"}) {
     EXPECT_TRUE(Contains(svg, label)) << label;
   }
+  EXPECT_EQ(Count(svg, "no sample</title>"), 10u);  // two methods at 8k
+  // A depth that was asked for and has no sample is a line of empty cells.
+  const std::string grid = NiahHeatMap(Rows(records), "model", std::vector<double>{0, 60});
+  EXPECT_TRUE(Contains(grid, ">60 %<"));
+  EXPECT_EQ(Count(grid, "no sample</title>"), 10u + 6u);
 }
 
 TEST(NiahHeatMap, FilesAreRefusedByTheirEndingAndPlace) {
@@ -712,9 +782,15 @@ TEST(NiahHeatMap, FilesAreRefusedByTheirEndingAndPlace) {
   EXPECT_NO_THROW(CheckNiahHeatMapPath(folder / "map.svg"));
   EXPECT_TRUE(std::filesystem::is_empty(folder / "."));
   const NiahRecords records = Results();
-  WriteNiahHeatMap(Rows(records), "m", folder / "map.html");
+  WriteNiahHeatMap(Rows(records), "m <b>", {}, folder / "map.html");
   const std::string html = ReadAll(folder / "map.html");
-  EXPECT_TRUE(html.starts_with("<!DOCTYPE html>") && Contains(html, "<svg "));
+  EXPECT_TRUE(html.starts_with("<!DOCTYPE html>"));
+  EXPECT_EQ(Count(html, "<figure>"), 3u) << "a panel each, so that they wrap";
+  EXPECT_TRUE(Contains(html, "width=device-width") && Contains(html, "m &lt;b&gt;"));
+  WriteNiahHeatMap(Rows(records), "m", {}, folder / "map.svg");
+  for (const char* file : {"map.html", "map.svg"}) {
+    EXPECT_TRUE(Contains(ReadAll(folder / file), "prefers-color-scheme: dark")) << file;
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -157,30 +157,15 @@ std::string PolicyLabel(const std::string& flag, const Settings& settings) {
   return flag == "auto" ? fmt::format("auto ({})", label) : label;
 }
 
-// Each policy and K of the flags; those that are the same as one before in all of `contexts` are left out.
-std::vector<ComparePolicy> Policies(const AttentionFlags& flags, const ModelConfig& config,
-                                    const std::vector<int32_t>& contexts) {
-  std::vector<ComparePolicy> policies;
-  std::vector<std::vector<LayerSettings>> known;
-  RefuseWithoutEffect(ChoiceOf(flags), SomeAttentionSettings(flags, config, contexts.front()), true);
+// Each policy and K of the flags, for one context; those that are the same as one before are left out.
+std::vector<NamedAttention> Policies(const AttentionFlags& flags, const ModelConfig& config, int64_t context) {
+  std::vector<NamedAttention> policies;
+  RefuseWithoutEffect(ChoiceOf(flags), SomeAttentionSettings(flags, config, context), true);
   for (const std::string& policy : flags.policies) {
-    const size_t most = std::max<size_t>(1, flags.top_k.size());
-    for (size_t i = 0; i < most; ++i) {
-      AttentionFlags one = flags;
-      one.policies = {policy};
-      if (!flags.top_k.empty()) one.top_k = {flags.top_k[i]};
-      const auto attention = [one, &config](int64_t context) {
-        return SomeAttentionSettings(one, config, context).front();
-      };
-      std::vector<LayerSettings> settings;
-      settings.reserve(contexts.size());
-      for (const int32_t context : contexts) settings.push_back(Canonical(attention(context)));
-      const Settings base = settings.front().base;
-      if (std::find(known.begin(), known.end(), settings) == known.end()) {
-        policies.push_back({PolicyLabel(policy, base), attention});
-        known.push_back(std::move(settings));
-      }
-      if (!Chooses(base.policy)) break;
+    AttentionFlags one = flags;
+    one.policies = {policy};
+    for (const LayerSettings& attention : SomeAttentionSettings(one, config, context)) {
+      AddDistinct(PolicyLabel(policy, attention.base), attention, &policies);
     }
   }
   return policies;
@@ -307,15 +292,20 @@ void RunComparison(const CompareFlags& flags, const std::string& command_line) {
   if (flags.Has("flops")) {
     plan.flops_lengths = TokenCounts(flags.flops_lengths, "compare: --flops-lengths", 1, kLongestCount, "the most");
   }
-  std::vector<int32_t> contexts = plan.Contexts();
-  contexts.insert(contexts.end(), plan.flops_lengths.begin(), plan.flops_lengths.end());
-  plan.policies = Policies(flags.attention, config, contexts);
   WarnPastTested(config, LongestAnswered(plan));
-
   ModelFlags model = flags.model;
-  model.context = std::max(model.context, plan.Context());
+  model.context = std::max({model.context, plan.Context(), 1});
+  // One context for all parts, so that a row of the report is about one preset: the longest that is run. FLOPs are only
+  // counted, and follow, unless there is nothing else.
+  const int64_t preset_for =
+      plan.Context() == 0 && !plan.flops_lengths.empty() ? plan.flops_lengths.back() : model.context;
+  plan.policies = Policies(flags.attention, config, preset_for);
+  for (const std::string& sentence : SameInWords(plan.policies)) {
+    fmt::print(stderr, "compare: {} here and is measured once\n", sentence);
+  }
+
   const std::unique_ptr<Engine> engine =
-      OpenEngine(std::move(source), std::move(tokenizer), model, plan.policies.front().attention(model.context));
+      OpenEngine(std::move(source), std::move(tokenizer), model, plan.policies.front().attention);
   std::optional<Haystack> haystack;
   std::optional<NiahPrompts> prompts;
   if (plan.niah) {
@@ -329,7 +319,7 @@ void RunComparison(const CompareFlags& flags, const std::string& command_line) {
     }
     plan.niah->prompts = &*prompts;
   }
-  for (const LayerSettings& attention : plan.Attentions()) engine->SetAttention(attention);  // do all fit?
+  for (const NamedAttention& policy : plan.policies) engine->SetAttention(policy.attention);  // do all fit?
   LoadEngine(*engine);
 
   ProgressBar bar("comparing");

@@ -1,6 +1,7 @@
 // `phsa niah`: how well a model finds needles in long texts, with several ways to attend.
 #include <algorithm>
 #include <charconv>
+#include <map>
 #include <optional>
 
 #include "base/errors.h"
@@ -11,6 +12,8 @@
 #include "eval/niah_heatmap.h"
 #include "eval/niah_report.h"
 #include "eval/niah_run.h"
+#include "eval/plot.h"
+#include "eval/settings_text.h"
 #include "io/sha256.h"
 #include "model/kv_file.h"
 #include "phsa/punctuation.h"
@@ -74,12 +77,11 @@ void ReadShard(const std::string& text, NiahPlan& plan) {
 }
 
 // Policies, lambdas and K for one length: each length has its own preset, whatever else the run measures.
-std::vector<LayerSettings> Attentions(const NiahFlags& flags, const ModelConfig& config, int32_t length) {
-  std::vector<LayerSettings> all;
+std::vector<NamedAttention> Attentions(const NiahFlags& flags, const ModelConfig& config, int32_t length) {
+  std::vector<NamedAttention> all;
   const auto add = [&](const AttentionFlags& one) {
     for (const LayerSettings& settings : SomeAttentionSettings(one, config, length)) {
-      LayerSettings canonical = Canonical(settings);
-      if (std::find(all.begin(), all.end(), canonical) == all.end()) all.push_back(std::move(canonical));
+      AddDistinct(one.policies.front(), settings, &all);
     }
   };
   bool uses_lambda = false;
@@ -139,9 +141,25 @@ NiahHeader Header(const NiahFlags& flags, const NiahPlan& plan, const Engine& en
   return header;
 }
 
+// Those of a grid that was asked for.
+std::vector<double> GridOf(const NiahHeader& header) {
+  std::vector<double> depths;
+  if (!header.contains("depths") || !header["depths"].is_array()) return depths;
+  for (const auto& depth : header["depths"]) {
+    if (depth.is_number() && depth.get<double>() >= 0 && depth.get<double>() <= 100)
+      depths.push_back(depth.get<double>());
+  }
+  return depths;
+}
+
 void Print(const NiahFlags& flags, std::span<const NiahRecord* const> records, const NiahHeader& header) {
   const std::vector<NiahRow> rows = NiahRows(records, header["layers"].get<int32_t>());
-  if (!flags.heatmap.empty()) WriteNiahHeatMap(rows, header["model"].get<std::string>(), flags.heatmap);
+  const std::vector<double> depths = GridOf(header);
+  if (!flags.heatmap.empty()) WriteNiahHeatMap(rows, header["model"].get<std::string>(), depths, flags.heatmap);
+  if (const std::string empty = NiahEmptyDepths(rows, depths); !empty.empty()) {
+    fmt::print(stderr, "niah: no sample lies at depth {}; all --depths have one with --samples {} or more\n", empty,
+               depths.size());
+  }
   WriteOut(flags.json ? NiahJsonLines(rows)
                       : NiahTables(rows, NiahScoringFromName(header["scoring"].get_ref<const std::string&>())));
 }
@@ -224,10 +242,15 @@ void Run(const NiahFlags& flags) {
                  source->config().context);
   }
   WarnPastTested(source->config(), static_cast<size_t>(context));
+  std::map<std::string, std::vector<std::string>> same;  // which lengths a sentence is about
   for (const int32_t length : lengths) {
-    for (LayerSettings& attention : Attentions(flags, source->config(), length)) {
-      plan.configurations.push_back({length, std::move(attention)});
-    }
+    const std::vector<NamedAttention> attentions = Attentions(flags, source->config(), length);
+    for (const NamedAttention& one : attentions) plan.configurations.push_back({length, one.attention});
+    for (const std::string& sentence : SameInWords(attentions)) same[sentence].push_back(TokensLabel(length));
+  }
+  for (const auto& [sentence, at] : same) {
+    fmt::print(stderr, "niah: {} {} and is run once\n", sentence,
+               at.size() == lengths.size() ? "here" : fmt::format("at {}", fmt::join(at, ", ")));
   }
   if (flags.chat) options.chat = ChooseChatTemplate(flags.chat_template, source->chat_template());
   ModelFlags model = flags.model;
@@ -304,7 +327,8 @@ void AddNiahCommand(CLI::App& app) {
                       "a file for every sample, JSON lines; a run that was stopped goes on from it");
   command->add_option("--export", flags->export_file,
                       "write the samples into this file for `python -m phsa.hf.niah`, and end");
-  command->add_option("--heatmap", flags->heatmap, "a picture by length and depth, into this .svg or .html file");
+  command->add_option("--heatmap", flags->heatmap,
+                      "a picture by length and depth, into this .svg file, or a page: .html");
   command->add_option("--shard", flags->shard, "i/n: the i-th of n parts of the samples");
   command->add_option("--merge", flags->merge, "files of --out: print their results together; no model is needed")
       ->delimiter(',');

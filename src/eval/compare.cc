@@ -3,10 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <set>
 
 #include "base/errors.h"
-#include "eval/query_blocks.h"
 
 namespace phsa {
 namespace {
@@ -16,13 +14,6 @@ bool IsDense(const LayerSettings& attention, int32_t num_layers) {
     if (attention.ForLayer(layer).policy != Policy::kDense) return false;
   }
   return true;
-}
-
-// The settings of every policy for a context.
-std::vector<LayerSettings> AttentionsFor(const ComparePlan& plan, int64_t context) {
-  std::vector<LayerSettings> all;
-  for (const ComparePolicy& policy : plan.policies) all.push_back(policy.attention(context));
-  return all;
 }
 
 // How long things take, for the progress bar, in FLOPs of matrix products. A written token reads all weights for one
@@ -81,7 +72,8 @@ class Runner {
   }
 
  private:
-  const std::string& Label(size_t policy) const { return plan_.policies[policy].label; }
+  const std::string& Label(size_t policy) const { return plan_.policies[policy].name; }
+  const LayerSettings& Attention(size_t policy) const { return plan_.policies[policy].attention; }
 
   // `all`: the tokens whose reading costs `cost`, where the calls that are made do not know them.
   GenerateCallbacks Reading(const std::function<void(double)>& done, double cost, int32_t all = 0) const {
@@ -94,14 +86,12 @@ class Runner {
   void AddAnswers(const CompareAnswersPlan& plan) {
     CompareAnswers& answers = result_.answers.emplace();
     answers.questions = plan.questions;
-    answers.attention = AttentionsFor(plan_, plan.context);
     answers.results.resize(plan_.policies.size());
     for (size_t i = 0; i < plan_.policies.size(); ++i) {
-      const double reading =
-          work_.Read(answers.attention[i], static_cast<int32_t>(plan.questions.front().tokens.size()));
+      const double reading = work_.Read(Attention(i), static_cast<int32_t>(plan.questions.front().tokens.size()));
       const double all = reading + work_.Write(plan.max_tokens) * static_cast<double>(plan.questions.size());
       tasks_.push_back({"answers: " + Label(i), all, [&answers, &plan, reading, i, this](const auto& done) {
-                          engine_.SetAttention(answers.attention[i]);
+                          engine_.SetAttention(Attention(i));
                           Session session(engine_);  // one for all questions: the text is read once
                           GenerateOptions options;
                           options.max_tokens = plan.max_tokens;
@@ -118,12 +108,10 @@ class Runner {
   void AddFlops() {
     CompareFlops& flops = result_.flops.emplace();
     flops.lengths = plan_.flops_lengths;
-    flops.attention.resize(plan_.policies.size());
     flops.counts.resize(plan_.policies.size());
     for (size_t i = 0; i < plan_.policies.size(); ++i) {
       for (const int32_t length : flops.lengths) {
-        flops.attention[i].push_back(plan_.policies[i].attention(length));
-        flops.counts[i].push_back(CountAttentionFlops(flops.attention[i].back(), engine_.config(), length));
+        flops.counts[i].push_back(CountAttentionFlops(Attention(i), engine_.config(), length));
       }
     }
   }
@@ -135,18 +123,17 @@ class Runner {
     text.tokens = tokens;
     text.perplexity = plan.perplexity;
     text.recall = plan.recall;
-    text.attention = AttentionsFor(plan_, tokens);
     text.results.resize(plan_.policies.size());
     text.recalls.resize(plan_.policies.size());
     for (size_t i = 0; i < plan_.policies.size(); ++i) {
       const bool recall = plan.recall && !result_.policies[i].dense;
       if (!plan.perplexity && !recall) continue;
-      double cost = work_.Read(text.attention[i], tokens);
+      double cost = work_.Read(Attention(i), tokens);
       if (recall)
         cost += CountAttentionFlops({Settings{.policy = Policy::kDense}, {}}, engine_.config(), tokens).total();
       tasks_.push_back({(plan.perplexity ? "perplexity: " : "recall: ") + Label(i), cost,
                         [&text, &plan, recall, cost, i, this](const auto& done) {
-                          engine_.SetAttention(text.attention[i]);
+                          engine_.SetAttention(Attention(i));
                           std::optional<RecallMeter> meter;
                           if (recall) meter.emplace(engine_.config(), engine_.cache().layout().dtype);
                           PerplexityResult one =
@@ -178,17 +165,16 @@ class Runner {
     CompareSpeed& speed = result_.speed.emplace();
     speed.write_tokens = plan.write_tokens;
     speed.repeats = plan.repeats;
-    speed.attention = AttentionsFor(plan_, plan.context());
     speed.rows.resize(plan_.policies.size());
     for (int32_t repeat = 0; repeat < plan.repeats; ++repeat) {
       for (size_t i = 0; i < plan_.policies.size(); ++i) {
         const int32_t longest =
             std::max(plan.lengths.empty() ? 0 : plan.lengths.back(), plan.depths.empty() ? 0 : plan.depths.back());
-        const double reading = work_.Read(speed.attention[i], longest), writing = work_.Write(plan.write_tokens);
+        const double reading = work_.Read(Attention(i), longest), writing = work_.Write(plan.write_tokens);
         tasks_.push_back({fmt::format("speed, run {} of {}: {}", repeat + 1, plan.repeats, Label(i)),
                           reading + writing * static_cast<double>(plan.depths.size()),
                           [&speed, &plan, reading, writing, longest, i, this](const auto& done) {
-                            engine_.SetAttention(speed.attention[i]);
+                            engine_.SetAttention(Attention(i));
                             MeasureSpeed(
                                 plan, Reading(done, reading, longest),
                                 [&](size_t written) { done(reading + writing * static_cast<double>(written)); },
@@ -227,22 +213,15 @@ class Runner {
   void AddNiah(const CompareNiahPlan& plan) {
     CompareNiah& niah = result_.niah.emplace();
     niah.samples = plan.samples;
-    niah.lengths = plan.lengths;
-    niah.attention.resize(plan_.policies.size());
     NiahPlan run;
     run.tasks = plan.tasks;
     run.samples = plan.samples;
     double cost = 0;
     for (const int32_t length : plan.lengths) {
-      std::vector<LayerSettings> known;  // two policies may be the same at this length
       for (size_t i = 0; i < plan_.policies.size(); ++i) {
-        LayerSettings attention = Canonical(plan_.policies[i].attention(length));
-        niah.attention[i].push_back(attention);
-        if (std::find(known.begin(), known.end(), attention) != known.end()) continue;
-        known.push_back(attention);
-        cost += (work_.Read(attention, length) + work_.Write(kNiahAnswerTokens / 2)) * plan.samples *
+        cost += (work_.Read(Attention(i), length) + work_.Write(kNiahAnswerTokens / 2)) * plan.samples *
                 static_cast<double>(plan.tasks.size());
-        run.configurations.push_back({length, std::move(attention)});
+        run.configurations.push_back({length, Attention(i)});
       }
     }
     tasks_.push_back({"needles", cost, [&niah, &plan, run, cost, this](const auto& done) {
@@ -268,26 +247,13 @@ int32_t CompareSpeedPlan::context() const {
   return std::max(lengths.empty() ? 0 : lengths.back(), depths.empty() ? 0 : depths.back() + write_tokens);
 }
 
-std::vector<int32_t> ComparePlan::Contexts() const {
-  std::set<int32_t> contexts;
-  if (answers) contexts.insert(answers->context);
-  if (speed) contexts.insert(speed->context());
-  if (text) contexts.insert(static_cast<int32_t>(text->tokens.size()));
-  if (niah) contexts.insert(niah->lengths.begin(), niah->lengths.end());
-  return {contexts.begin(), contexts.end()};
-}
-
 int32_t ComparePlan::Context() const {
-  const std::vector<int32_t> contexts = Contexts();
-  return contexts.empty() ? 1 : contexts.back();
-}
-
-std::vector<LayerSettings> ComparePlan::Attentions() const {
-  std::vector<LayerSettings> all;
-  for (const int32_t context : Contexts()) {
-    for (LayerSettings& attention : AttentionsFor(*this, context)) all.push_back(std::move(attention));
-  }
-  return all;
+  int32_t context = 0;
+  if (answers) context = std::max(context, answers->context);
+  if (speed) context = std::max(context, speed->context());
+  if (text) context = std::max(context, static_cast<int32_t>(text->tokens.size()));
+  if (niah && !niah->lengths.empty()) context = std::max(context, niah->lengths.back());
+  return context;
 }
 
 std::optional<bool> CompareAnswers::Right(size_t policy, size_t question) const {
@@ -313,9 +279,9 @@ CompareResult RunCompare(Engine& engine, const ComparePlan& plan, const CompareC
   const auto start = std::chrono::steady_clock::now();
   const ModelConfig& config = engine.config();
   CompareResult result;
-  for (const ComparePolicy& policy : plan.policies) {
-    const LayerSettings attention = policy.attention(plan.Context());
-    result.policies.push_back({policy.label, attention.base.policy, IsDense(attention, config.num_layers)});
+  for (const NamedAttention& policy : plan.policies) {
+    result.policies.push_back(
+        {policy.name, policy.attention, IsDense(policy.attention, config.num_layers), policy.same});
   }
   CompareAbout& about = result.about;
   about.model = config.name;

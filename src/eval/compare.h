@@ -13,6 +13,7 @@
 #include "eval/niah_run.h"
 #include "eval/niah_statistics.h"
 #include "eval/perplexity.h"
+#include "eval/settings_text.h"
 #include "eval/speed.h"
 
 namespace phsa {
@@ -22,10 +23,6 @@ struct CompareQuestion {
   std::vector<int32_t> tokens;     // the text and the question, as the model reads them
 };
 
-struct ComparePolicy {
-  std::string label;                                        // "PHSA K=16"
-  std::function<LayerSettings(int64_t context)> attention;  // its settings for a context
-};
 struct CompareAnswersPlan {
   std::vector<CompareQuestion> questions;
   int32_t max_tokens = 48, context = 0;
@@ -47,36 +44,32 @@ struct CompareNiahPlan {
   const NiahPrompts* prompts = nullptr;
 };
 
-// What is measured. Each part has the settings that a program would have which does only this: a preset follows the
-// context that the part needs.
+// What is measured. A policy has the same settings in all parts, so that its numbers are about one thing.
 struct ComparePlan {
-  std::vector<ComparePolicy> policies;  // at least one
+  std::vector<NamedAttention> policies;  // at least one; "PHSA K=16"
   std::optional<CompareAnswersPlan> answers;
   std::optional<CompareSpeedPlan> speed;
   std::optional<CompareTextPlan> text;
   std::optional<CompareNiahPlan> niah;
   std::vector<int32_t> flops_lengths;  // may exceed the model's context: nothing is run
 
-  std::vector<int32_t> Contexts() const;          // that the parts which are run need
-  int32_t Context() const;                        // the largest: what the engine's cache must hold
-  std::vector<LayerSettings> Attentions() const;  // all that are run
+  int32_t Context() const;  // that the parts which are run need: what the engine's cache must hold. 0: none is
 };
 
 // The results of the parts, [policy] everywhere, without what an interruption left out.
 struct ComparedPolicy {
   std::string label;
-  Policy policy = Policy::kDense;
-  bool dense = false;  // in all layers: what the others are compared with
+  LayerSettings attention;        // in all parts
+  bool dense = false;             // in all layers: what the others are compared with
+  std::vector<std::string> same;  // labels that were asked for too and mean the same
 };
 struct CompareAnswers {
   std::vector<CompareQuestion> questions;
-  std::vector<LayerSettings> attention;
   std::vector<std::vector<GenerateResult>> results;                 // [policy][question]
   std::optional<bool> Right(size_t policy, size_t question) const;  // none: not judged, or not asked
 };
 struct CompareSpeed {
   int32_t write_tokens = 0, repeats = 0;
-  std::vector<LayerSettings> attention;
   std::vector<std::vector<SpeedRow>> rows;  // of a policy: reading by length, then writing by depth
   const SpeedRow* Find(size_t policy, SpeedTest test, int32_t tokens, int32_t depth) const;  // null: not measured
 };
@@ -88,20 +81,16 @@ struct CompareText {
   std::string name;
   int32_t tokens = 0;
   bool perplexity = false, recall = false;
-  std::vector<LayerSettings> attention;
   std::vector<std::optional<PerplexityResult>> results;
   std::vector<std::optional<CompareRecall>> recalls;  // not of dense attention: it is 1 by definition
 };
 struct CompareNiah {
   int32_t samples = 0;
-  std::vector<int32_t> lengths;
-  std::vector<std::vector<LayerSettings>> attention;  // [policy][length], as records have it
   NiahRecords records;
 };
 struct CompareFlops {
   std::vector<int32_t> lengths;
-  std::vector<std::vector<LayerSettings>> attention;  // [policy][length]
-  std::vector<std::vector<AttentionFlops>> counts;    // [policy][length]
+  std::vector<std::vector<AttentionFlops>> counts;  // [policy][length]
 };
 // The caller of RunCompare knows the command, the version and the date.
 struct CompareAbout {

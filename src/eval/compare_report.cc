@@ -112,13 +112,11 @@ std::string HtmlSection(const CompareSection& section) {
 
 // JSON
 
-Json SettingsJson(const LayerSettings& attention) { return Json::parse(SettingsToJson(attention)); }
-
 Json OrNull(const std::optional<double>& value) { return value ? Json(*value) : Json(nullptr); }
 
 // What each line of a part begins with.
-Json Identity(const CompareResult& result, size_t policy, const LayerSettings& attention) {
-  const Settings& base = attention.base;
+Json Identity(const CompareResult& result, size_t policy) {
+  const Settings& base = result.policies[policy].attention.base;
   return {{"policy", result.policies[policy].label},
           {"attention", Name(base.policy)},
           {"top_k", Chooses(base.policy) ? Json(base.top_k) : Json(nullptr)},
@@ -132,7 +130,7 @@ Json AnswersJson(const CompareResult& result) {
     for (size_t q = 0; q < answers.results[i].size(); ++q) {
       const GenerateResult& one = answers.results[i][q];
       const std::optional<bool> right = answers.Right(i, q);
-      Json line = Identity(result, i, answers.attention[i]);
+      Json line = Identity(result, i);
       line.update({{"question", answers.questions[q].question},
                    {"expected", answers.questions[q].expected},
                    {"answer", one.text},
@@ -157,7 +155,7 @@ Json SpeedJson(const CompareResult& result) {
   for (size_t i = 0; i < result.policies.size(); ++i) {
     for (const SpeedRow& row : speed.rows[i]) {
       const SpeedRow* const peer = dense ? speed.Find(*dense, row.test, row.tokens, row.depth) : nullptr;
-      Json line = Identity(result, i, speed.attention[i]);
+      Json line = Identity(result, i);
       line.update(SpeedToJson(row));
       line["seconds"] = row.seconds;
       line["times_dense"] = peer != nullptr ? Json(row.best() / peer->best()) : Json(nullptr);
@@ -176,7 +174,7 @@ Json NiahJson(const CompareResult& result) {
     const size_t end = text.find('\n', begin);
     Json line = Json::object();
     for (size_t i = 0; i < result.policies.size(); ++i) {
-      if (FindNiahRow(rows, *result.niah, i, row.task, row.length) == &row) line["policy"] = result.policies[i].label;
+      if (result.policies[i].attention == row.attention) line["policy"] = result.policies[i].label;
     }
     line.update(Json::parse(std::string_view(text).substr(begin, end - begin)));
     lines.push_back(std::move(line));
@@ -193,10 +191,10 @@ Json TextJson(const CompareResult& result) {
   for (size_t i = 0; i < result.policies.size(); ++i) {
     if (!text.results[i]) continue;
     const PerplexityResult& one = *text.results[i];
-    Json line = Identity(result, i, text.attention[i]);
+    Json line = Identity(result, i);
     line.update({{"tokens", one.tokens},
                  {"read_share", one.tokens_read.share()},
-                 {"sparsity", BudgetSparsity(text.attention[i], result.about.num_layers, one.tokens)}});
+                 {"sparsity", BudgetSparsity(result.policies[i].attention, result.about.num_layers, one.tokens)}});
     if (text.perplexity) {
       line.update({{"ppl", one.perplexity()}, {"loss", one.loss}});
       if (dense && *dense != i && text.results[*dense]) {
@@ -223,7 +221,7 @@ Json FlopsJson(const CompareResult& result) {
   for (size_t i = 0; i < result.policies.size(); ++i) {
     for (size_t j = 0; j < flops.lengths.size(); ++j) {
       const AttentionFlops& one = flops.counts[i][j];
-      Json line = Identity(result, i, flops.attention[i][j]);
+      Json line = Identity(result, i);
       line.update({{"length", flops.lengths[j]},
                    {"total", one.total()},
                    {"attention_flops", one.attention},
@@ -233,21 +231,6 @@ Json FlopsJson(const CompareResult& result) {
     }
   }
   return lines;
-}
-
-Json SettingsOfParts(const CompareResult& result, size_t policy) {
-  Json parts = Json::object();
-  if (result.answers) parts["answers"] = SettingsJson(result.answers->attention[policy]);
-  if (result.speed) parts["speed"] = SettingsJson(result.speed->attention[policy]);
-  if (result.text) parts["text"] = SettingsJson(result.text->attention[policy]);
-  const auto by_length = [&](const std::vector<int32_t>& lengths, const std::vector<LayerSettings>& attention) {
-    Json all = Json::object();
-    for (size_t j = 0; j < lengths.size(); ++j) all[fmt::format("{}", lengths[j])] = SettingsJson(attention[j]);
-    return all;
-  };
-  if (result.niah) parts["niah"] = by_length(result.niah->lengths, result.niah->attention[policy]);
-  if (result.flops) parts["flops"] = by_length(result.flops->lengths, result.flops->attention[policy]);
-  return parts;
 }
 
 }  // namespace
@@ -343,9 +326,11 @@ std::string CompareJson(const CompareResult& result) {
                  {"interrupted", about.interrupted}}}};
   json["policies"] = Json::array();
   for (size_t i = 0; i < result.policies.size(); ++i) {
-    json["policies"].push_back({{"label", result.policies[i].label},
-                                {"dense", result.policies[i].dense},
-                                {"settings", SettingsOfParts(result, i)}});
+    const ComparedPolicy& policy = result.policies[i];
+    json["policies"].push_back({{"label", policy.label},
+                                {"dense", policy.dense},
+                                {"settings", SettingsObject(policy.attention)},
+                                {"same", policy.same}});
   }
   if (result.answers) json["answers"] = AnswersJson(result);
   if (result.speed) json["speed"] = SpeedJson(result);

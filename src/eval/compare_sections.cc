@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 #include <set>
 
 #include "eval/plot.h"
@@ -33,23 +32,31 @@ std::string Si(double value, const char* format) {
 }
 std::string Flop(double value) { return Si(value, value >= 1 ? "{:.3g}" : "{:g}"); }
 
-// One colour for a policy in all charts; those that differ in K alone differ in marker and dash. So do InfLLM v2 and
-// PHSA, which often lie on one another.
+// In all charts the colour and the marker tell the policy, the dashes tell K. Two that differ in neither (a policy by
+// its name and as what the model carries) differ in their markers: those of the second are hollow.
 std::vector<PlotStyle> Styles(const CompareResult& result) {
-  std::vector<PlotStyle> styles;
-  std::map<int32_t, int32_t> used = {{1, 1}};
+  std::set<int32_t> ks;
   for (const ComparedPolicy& policy : result.policies) {
-    int32_t colour = 0;
-    switch (policy.policy) {
-      case Policy::kDense: colour = 0; break;
-      case Policy::kInfllm2: colour = 1; break;
-      case Policy::kPhsa: colour = 2; break;
+    if (Chooses(policy.attention.base.policy)) ks.insert(policy.attention.base.top_k);
+  }
+  std::vector<PlotStyle> styles;
+  for (const ComparedPolicy& policy : result.policies) {
+    const Settings& base = policy.attention.base;
+    PlotStyle style;
+    switch (base.policy) {
+      case Policy::kDense: style.colour = 0; break;
+      case Policy::kInfllm2: style.colour = 1; break;
+      case Policy::kPhsa: style.colour = 2; break;
       case Policy::kStreaming:
-      case Policy::kSepllm: colour = 3; break;
-      case Policy::kQuest: colour = 4; break;
-      case Policy::kInfllm2_64: colour = 5; break;
+      case Policy::kSepllm: style.colour = 3; break;
+      case Policy::kQuest: style.colour = 4; break;
+      case Policy::kInfllm2_64: style.colour = 5; break;
     }
-    styles.push_back({colour, used[colour]++});
+    if (Chooses(base.policy)) style.dash = static_cast<int32_t>(std::distance(ks.begin(), ks.find(base.top_k)));
+    style.hollow = std::any_of(styles.begin(), styles.end(), [&](const PlotStyle& other) {
+      return other.colour == style.colour && other.dash == style.dash;
+    });
+    styles.push_back(style);
   }
   return styles;
 }
@@ -67,7 +74,7 @@ class Teller {
     story.summary = Summary();
     if (result_.answers) story.sections.push_back(AnswersSection(*result_.answers));
     if (result_.speed) story.sections.push_back(SpeedSection(*result_.speed));
-    if (result_.niah) story.sections.push_back(NiahSection(*result_.niah));
+    if (result_.niah) story.sections.push_back(NiahSection());
     if (result_.text && result_.text->perplexity) story.sections.push_back(PerplexitySection(*result_.text));
     if (result_.text && result_.text->recall) story.sections.push_back(RecallSection(*result_.text));
     if (result_.flops) story.sections.push_back(FlopsSection(*result_.flops));
@@ -78,6 +85,7 @@ class Teller {
  private:
   size_t num_policies() const { return result_.policies.size(); }
   const std::string& Label(size_t policy) const { return result_.policies[policy].label; }
+  const LayerSettings& Attention(size_t policy) const { return result_.policies[policy].attention; }
   bool IsDense(size_t policy) const { return result_.policies[policy].dense; }
   // What `policy` is compared with, where there is something.
   std::optional<size_t> PeerOf(size_t policy) const { return IsDense(policy) ? std::nullopt : dense_; }
@@ -120,8 +128,9 @@ class Teller {
   // The column of the longest text that was read, of the deepest point that was written at, and so on.
   CompareTable Summary() const {
     CompareTable table;
-    table.columns = {"attention"};
-    for (size_t i = 0; i < num_policies(); ++i) table.rows.push_back({Label(i)});
+    table.columns = {"attention", "settings"};
+    table.prose = {1};
+    for (size_t i = 0; i < num_policies(); ++i) table.rows.push_back({Label(i), SettingsInWords(Attention(i))});
     const auto add = [&](const std::string& column, const auto& cell) {
       table.columns.push_back(column);
       for (size_t i = 0; i < num_policies(); ++i) table.rows[i].push_back(cell(i));
@@ -150,7 +159,7 @@ class Teller {
       for (const auto& [task, length] : NiahColumns()) {
         add(fmt::format("{} found at {}", tasks.size() == 1 ? "needles" : Name(task), TokensLabel(length)),
             [&, task = task, length = length](size_t i) {
-              const NiahRow* row = FindNiahRow(niah_rows_, *result_.niah, i, task, length);
+              const NiahRow* row = FindNiahRow(niah_rows_, Attention(i), task, length);
               return row == nullptr ? kNothing : fmt::format("{} ({})", PercentOf(row->score), Range(row->ci95));
             });
       }
@@ -373,7 +382,7 @@ class Teller {
                        difference.samples == 1 ? "1 sample is" : fmt::format("{} samples are", difference.samples));
   }
 
-  CompareSection NiahSection(const CompareNiah& niah) const {
+  CompareSection NiahSection() const {
     CompareSection section;
     section.title = "Needles in a haystack";
     const auto columns = NiahColumns();
@@ -391,11 +400,11 @@ class Teller {
       table.columns = {"attention", "found", "95 % interval", "samples", "tokens read", "sparsity", "against dense"};
       table.prose = {6};
       for (size_t i = 0; i < num_policies(); ++i) {
-        const NiahRow* row = FindNiahRow(niah_rows_, niah, i, task, length);
+        const NiahRow* row = FindNiahRow(niah_rows_, Attention(i), task, length);
         if (row == nullptr) continue;
         std::string against = kNothing;
         if (const std::optional<size_t> peer = PeerOf(i)) {
-          const NiahRow* other = FindNiahRow(niah_rows_, niah, *peer, task, length);
+          const NiahRow* other = FindNiahRow(niah_rows_, Attention(*peer), task, length);
           const std::optional<PairedDifference> difference = other ? Compare(*row, *other) : std::nullopt;
           if (difference) {
             against = DifferenceNumbers(*difference);
@@ -561,72 +570,46 @@ class Teller {
     section.tables.push_back(std::move(parts));
     section.notes.push_back(fmt::format(
         "Counted from the method's formulas for this model's shape, not measured: a multiplication and an addition are "
-        "one each, softmax and top-K are left out, so are the other layers. Every length has the settings of a context "
-        "of "
-        "that length.{}",
+        "one each, softmax and top-K are left out, so are the other layers. Every length has the same settings.{}",
         flops.lengths.back() > result_.about.context
             ? fmt::format(" The model's own context ends at {}.", Thousands(result_.about.context))
             : ""));
     return section;
   }
 
-  // Settings: where a policy has the same ones in several parts, they stand in one line.
   CompareSection SettingsSection() const {
     CompareSection section;
     section.title = "Settings";
     CompareTable table;
-    table.columns = {"attention", "in", "block", "init", "local", "K", "λ", "punctuation", "group", "dense below"};
-    table.prose = {1};
+    table.columns = {"attention", "block", "init", "local", "K", "λ", "punctuation", "group", "dense below"};
     bool layers_differ = false;
+    std::string same;
     for (size_t i = 0; i < num_policies(); ++i) {
-      std::vector<std::pair<LayerSettings, std::string>> used;
-      const auto add = [&](const LayerSettings& attention, const std::string& part) {
-        for (auto& [known, parts] : used) {
-          if (known == attention) {
-            parts += ", " + part;
-            return;
-          }
-        }
-        used.emplace_back(attention, part);
-      };
-      if (result_.answers) add(result_.answers->attention[i], "answers");
-      if (result_.speed) add(result_.speed->attention[i], "speed");
-      if (result_.text && result_.text->perplexity) add(result_.text->attention[i], "perplexity");
-      if (result_.text && result_.text->recall) add(result_.text->attention[i], "recall");
-      if (result_.niah) {
-        for (size_t j = 0; j < result_.niah->lengths.size(); ++j) {
-          add(result_.niah->attention[i][j], fmt::format("needles {}", TokensLabel(result_.niah->lengths[j])));
-        }
-      }
-      if (result_.flops) {
-        for (size_t j = 0; j < result_.flops->lengths.size(); ++j) {
-          add(result_.flops->attention[i][j], fmt::format("FLOPs {}", TokensLabel(result_.flops->lengths[j])));
-        }
+      const Settings& base = Attention(i).base;
+      for (const std::string& other : result_.policies[i].same) {
+        same += fmt::format(" {} is the same as {} here and was measured once.", other, Label(i));
       }
       if (IsDense(i)) {
-        table.rows.push_back({Label(i), "everything"});
+        table.rows.push_back({Label(i)});
         table.rows.back().resize(table.columns.size(), kNothing);
         continue;
       }
-      for (const auto& [attention, parts] : used) {
-        const Settings& base = attention.base;
-        layers_differ = layers_differ || !attention.layers.empty();
-        table.rows.push_back({Label(i), parts, fmt::format("{}", base.block_size), fmt::format("{}", base.init_tokens),
-                              fmt::format("{}", base.local_tokens),
-                              Chooses(base.policy) ? fmt::format("{}", base.top_k) : std::string(kNothing),
-                              base.policy != Policy::kPhsa ? std::string(kNothing)
-                              : base.head_lambda.empty()   ? fmt::format("{:g}", base.lambda)
-                                                           : std::string("per head"),
-                              base.policy == Policy::kPhsa ? base.punctuation : std::string(kNothing),
-                              Name(base.group_reduce), fmt::format("{}", base.dense_below)});
-      }
+      layers_differ = layers_differ || !Attention(i).layers.empty();
+      table.rows.push_back({Label(i), fmt::format("{}", base.block_size), fmt::format("{}", base.init_tokens),
+                            fmt::format("{}", base.local_tokens),
+                            Chooses(base.policy) ? fmt::format("{}", base.top_k) : std::string(kNothing),
+                            base.policy != Policy::kPhsa ? std::string(kNothing)
+                            : base.head_lambda.empty()   ? fmt::format("{:g}", base.lambda)
+                                                         : std::string("per head"),
+                            base.policy == Policy::kPhsa ? base.punctuation : std::string(kNothing),
+                            Name(base.group_reduce), fmt::format("{}", base.dense_below)});
     }
     section.tables.push_back(std::move(table));
     section.notes.push_back(
-        fmt::format("The presets follow the context that a part needs: init 16 and local 128 up to 4,096 tokens, 128 "
-                    "and 512 above, "
-                    "unless flags or the model say otherwise. report.json has every number of this page.{}",
-                    layers_differ ? " Some layers have settings of their own; report.json has them." : ""));
+        fmt::format("All parts of this page have these settings. The preset is that of the longest text: init 16 and "
+                    "local 128 up to 4,096 tokens, 128 and 512 above, unless flags or the model say otherwise.{} "
+                    "report.json has every number of this page.{}",
+                    same, layers_differ ? " Some layers have settings of their own; report.json has them." : ""));
     return section;
   }
 
@@ -645,13 +628,10 @@ std::vector<NiahRow> NiahRowsOf(const CompareResult& result) {
   return NiahRows(records, result.about.num_layers);
 }
 
-const NiahRow* FindNiahRow(std::span<const NiahRow> rows, const CompareNiah& niah, size_t policy, NiahTask task,
+const NiahRow* FindNiahRow(std::span<const NiahRow> rows, const LayerSettings& attention, NiahTask task,
                            int32_t length) {
-  const auto at = std::find(niah.lengths.begin(), niah.lengths.end(), length) - niah.lengths.begin();
   for (const NiahRow& row : rows) {
-    if (row.task == task && row.length == length && row.attention == niah.attention[policy][static_cast<size_t>(at)]) {
-      return &row;
-    }
+    if (row.task == task && row.length == length && row.attention == attention) return &row;
   }
   return nullptr;
 }

@@ -38,7 +38,7 @@ struct CompareStory {
 CompareStory TellComparison(const CompareResult& result);
 
 // Where the needles of one policy stand in NiahRows; null: it has none.
-const NiahRow* FindNiahRow(std::span<const NiahRow> rows, const CompareNiah& niah, size_t policy, NiahTask task,
+const NiahRow* FindNiahRow(std::span<const NiahRow> rows, const LayerSettings& attention, NiahTask task,
                            int32_t length);
 // By task, length and so on, as `phsa niah` has them.
 std::vector<NiahRow> NiahRowsOf(const CompareResult& result);

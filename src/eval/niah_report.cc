@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "eval/query_blocks.h"
+#include "eval/settings_text.h"
 
 namespace phsa {
 namespace {
@@ -48,16 +49,60 @@ std::string Method(const Settings& settings) {
   std::string method = Name(settings.policy);
   if (settings.policy == Policy::kPhsa) {
     method += settings.head_lambda.empty() ? fmt::format(" λ={:g}", settings.lambda) : std::string(" λ per head");
-    if (settings.punctuation != "en") method += " " + settings.punctuation;
+    if (settings.punctuation != Settings{}.punctuation) method += " " + settings.punctuation;
   }
   return method;
 }
 
-// What tells rows apart that would otherwise look the same.
-std::string Details(const LayerSettings& attention) {
-  const Settings& base = attention.base;
-  return fmt::format(" (init {}, local {}, block {}, {}{})", base.init_tokens, base.local_tokens, base.block_size,
-                     Name(base.group_reduce), attention.layers.empty() ? "" : ", layers differ");
+// The settings that `keys` name, in words: "init 16, dense below 1024".
+std::string Details(const Json& settings, const std::set<std::string>& keys) {
+  static const std::map<std::string, const char*> kWords = {{"block_size", "block"},
+                                                            {"init_tokens", "init"},
+                                                            {"local_tokens", "local"},
+                                                            {"top_k", "K"},
+                                                            {"lambda", "λ"},
+                                                            {"group_reduce", "group"},
+                                                            {"dense_below", "dense below"},
+                                                            {"punctuation", "punctuation"},
+                                                            {"layers", "layers"}};
+  std::string words;
+  for (const std::string& key : keys) {
+    if (!words.empty()) words += ", ";
+    if (!settings.contains(key)) {
+      words += "all layers alike";  // the one key that may be missing
+      continue;
+    }
+    const Json& value = settings[key];
+    const auto name = kWords.find(key);
+    words += fmt::format("{} {}", name == kWords.end() ? key : name->second,
+                         value.is_string() ? value.get<std::string>() : value.dump());
+  }
+  return words;
+}
+
+// Methods that would look the same at one task, length and K get the settings in which they differ there, and keep them
+// wherever they stand.
+void TellApart(std::vector<NiahRow>& rows) {
+  std::map<std::tuple<NiahTask, int32_t, std::string, std::optional<int32_t>>, std::vector<Json>> alike;
+  for (const NiahRow& row : rows) {
+    alike[{row.task, row.length, row.method, row.top_k}].push_back(Json::parse(SettingsToJson(row.attention)));
+  }
+  std::map<std::string, std::set<std::string>> differ;  // keys of settings, by method
+  for (const auto& [name, all] : alike) {
+    for (const Json& one : all) {
+      for (const auto& [key, value] : one.items()) {
+        const bool same = std::all_of(all.begin(), all.end(), [&, key = key, value = value](const Json& other) {
+          return other.contains(key) && other[key] == value;
+        });
+        if (!same) differ[std::get<2>(name)].insert(key);
+      }
+    }
+  }
+  for (NiahRow& row : rows) {
+    const auto keys = differ.find(row.method);
+    if (keys == differ.end()) continue;
+    row.method += fmt::format(" ({})", Details(Json::parse(SettingsToJson(row.attention)), keys->second));
+  }
 }
 
 // "+5.0", with a minus sign that is as wide as the plus.
@@ -146,14 +191,8 @@ std::vector<NiahRow> NiahRows(std::span<const NiahRecord* const> records, int32_
                       row.top_k);
   };
   std::stable_sort(rows.begin(), rows.end(), [&](const auto& a, const auto& b) { return order(a) < order(b); });
-  std::map<std::tuple<NiahTask, int32_t, std::string, std::optional<int32_t>>, int> names;
-  for (const NiahRow& row : rows) ++names[{row.task, row.length, row.method, row.top_k}];
-  std::set<std::string> ambiguous;
-  for (const auto& [name, count] : names) {
-    if (count > 1) ambiguous.insert(std::get<2>(name));
-  }
+  TellApart(rows);
   for (NiahRow& row : rows) {
-    if (ambiguous.count(row.method) > 0) row.method += Details(row.attention);
     std::sort(row.records.begin(), row.records.end(),
               [](const NiahRecord* a, const NiahRecord* b) { return a->sample < b->sample; });
     double sum = 0, read = 0, dense = 0;
@@ -218,11 +257,14 @@ std::string NiahJsonLines(std::span<const NiahRow> rows) {
     line["read_share"] = row.read_share;
     line["sparsity"] = row.sparsity;
     line["punctuation"] = base.policy == Policy::kPhsa ? Json(base.punctuation) : Json(nullptr);
+    line["method"] = row.method;
+    line["settings"] = SettingsObject(row.attention);
     line["against"] = Json::array();
     for (const NiahRow* peer : NiahPeers(row, rows)) {
       const std::optional<PairedDifference> difference = Compare(row, *peer);
       if (!difference) continue;
       Json against = identity(*peer);
+      against["method"] = peer->method;
       against["samples"] = difference->samples;
       against["difference"] = difference->mean;
       against["ci95"] = {difference->ci95.low, difference->ci95.high};
@@ -234,6 +276,19 @@ std::string NiahJsonLines(std::span<const NiahRow> rows) {
     lines += line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
   }
   return lines;
+}
+
+std::string NiahEmptyDepths(std::span<const NiahRow> rows, std::span<const double> asked) {
+  std::string empty;
+  for (const double depth : asked) {
+    const bool any = std::any_of(rows.begin(), rows.end(), [&](const NiahRow& row) {
+      return std::any_of(row.records.begin(), row.records.end(), [&](const NiahRecord* record) {
+        return std::find(record->depths.begin(), record->depths.end(), depth) != record->depths.end();
+      });
+    });
+    if (!any) empty += fmt::format("{}{:g} %", empty.empty() ? "" : ", ", depth);
+  }
+  return empty;
 }
 
 std::string NiahTables(std::span<const NiahRow> rows, NiahScoring scoring) {

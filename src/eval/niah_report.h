@@ -18,7 +18,7 @@ struct NiahRow {
   NiahTask task;
   int32_t length;
   LayerSettings attention;
-  std::string method;                      // "dense", "phsa λ=0.9"
+  std::string method;                      // "dense", "phsa λ=0.9"; with K one of its own for all settings
   std::optional<int32_t> top_k;            // none: the policy has no K
   std::vector<const NiahRecord*> records;  // by sample; they belong to the NiahRecords
   double score = 0;
@@ -34,6 +34,9 @@ std::vector<NiahRow> NiahRows(std::span<const NiahRecord* const> records, int32_
 std::vector<const NiahRow*> NiahPeers(const NiahRow& row, std::span<const NiahRow> rows);
 // On the samples that both have; none: there is no such sample.
 std::optional<PairedDifference> Compare(const NiahRow& first, const NiahRow& second);
+
+// Depths that were asked for and have no sample, in words: "75 %, 100 %". Empty where there are none.
+std::string NiahEmptyDepths(std::span<const NiahRow> rows, std::span<const double> asked);
 
 // One JSON object a line for each row.
 std::string NiahJsonLines(std::span<const NiahRow> rows);

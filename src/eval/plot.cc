@@ -19,7 +19,7 @@ constexpr double kCharacter = 7.6;  // width of a letter at the size of the text
 // Grey, orange, blue: dense, InfLLM v2 and PHSA everywhere in this project. Then others that differ in brightness too.
 constexpr std::array<std::string_view, kPlotColours> kColours = {"#6b7280", "#d97706", "#2563eb",
                                                                  "#0d9488", "#9333ea", "#be123c"};
-constexpr std::array<std::string_view, 4> kDashes = {"", "7 4", "2 4", "9 3 2 3"};
+constexpr std::array<std::string_view, 6> kDashes = {"", "8 4", "2 3", "10 3 2 3", "14 4", "5 2 1 2 1 2"};
 
 size_t Colour(const PlotStyle& style) { return static_cast<size_t>(style.colour) % kColours.size(); }
 
@@ -44,23 +44,31 @@ std::string Rule(double x1, double y1, double x2, double y2) {
 }
 
 std::string Marker(const PlotStyle& style, double x, double y, double size = 4) {
-  const std::string fill = Fill(style);
-  switch (style.variant % 4) {
-    case 0: return fmt::format("<circle {} cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"{:g}\"/>\n", fill, x, y, size);
+  // Hollow: the page shows through, the colour is around it.
+  const std::string paint = style.hollow ? Stroke(style) + " fill-opacity=\"0\" stroke-width=\"1.6\"" : Fill(style);
+  const auto path = [&](const std::string& d) { return fmt::format("<path {} d=\"{}\"/>\n", paint, d); };
+  switch (Colour(style)) {
+    case 0: return fmt::format("<circle {} cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"{:g}\"/>\n", paint, x, y, size);
     case 1:
-      return fmt::format("<rect {0} x=\"{1:.1f}\" y=\"{2:.1f}\" width=\"{3:.1f}\" height=\"{3:.1f}\"/>\n", fill,
+      return fmt::format("<rect {0} x=\"{1:.1f}\" y=\"{2:.1f}\" width=\"{3:.1f}\" height=\"{3:.1f}\"/>\n", paint,
                          x - 0.9 * size, y - 0.9 * size, 1.8 * size);
-    case 2:
-      return fmt::format("<path {} d=\"M{:.1f} {:.1f}l{:.1f} {:.1f}h{:.1f}z\"/>\n", fill, x, y - 1.4 * size, 1.3 * size,
-                         2.3 * size, -2.6 * size);
-    default:
-      return fmt::format("<path {0} d=\"M{1:.1f} {2:.1f}l{3:.1f} {3:.1f}l-{3:.1f} {3:.1f}l-{3:.1f} -{3:.1f}z\"/>\n",
-                         fill, x, y - 1.3 * size, 1.3 * size);
+    case 2:  // a triangle
+      return path(
+          fmt::format("M{:.1f} {:.1f}l{:.1f} {:.1f}h{:.1f}z", x, y - 1.4 * size, 1.3 * size, 2.3 * size, -2.6 * size));
+    case 3:  // a diamond
+      return path(fmt::format("M{0:.1f} {1:.1f}l{2:.1f} {2:.1f}l-{2:.1f} {2:.1f}l-{2:.1f} -{2:.1f}z", x, y - 1.3 * size,
+                              1.3 * size));
+    case 4:  // a triangle on its tip
+      return path(
+          fmt::format("M{:.1f} {:.1f}l{:.1f} {:.1f}h{:.1f}z", x, y + 1.4 * size, 1.3 * size, -2.3 * size, -2.6 * size));
+    default:  // a bar
+      return fmt::format("<rect {} x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\"/>\n", paint,
+                         x - 1.4 * size, y - 0.5 * size, 2.8 * size, size);
   }
 }
 
 std::string Dash(const PlotStyle& style) {
-  const std::string_view dash = kDashes[static_cast<size_t>(style.variant) % kDashes.size()];
+  const std::string_view dash = kDashes[static_cast<size_t>(style.dash) % kDashes.size()];
   return dash.empty() ? "" : fmt::format(" stroke-dasharray=\"{}\"", dash);
 }
 
@@ -113,15 +121,29 @@ std::string Legend(const std::vector<PlotLine>& lines, double* y) {
   return svg;
 }
 
-std::string DrawLine(const LineChart& chart, const PlotLine& line, const Axis& x, const Axis& y) {
+std::string DrawLine(const LineChart& chart, const PlotLine& line, double width, const Axis& x, const Axis& y) {
   std::string path;
   for (const PlotPoint& point : line.points) {
     if (!Drawable(chart, point)) continue;
     path += fmt::format("{}{:.1f} {:.1f}", path.empty() ? "M" : "L", x.At(point.x), y.At(point.y));
   }
   if (path.empty()) return "";
-  return fmt::format("<path {} fill=\"none\" stroke-width=\"2\" stroke-linejoin=\"round\"{} d=\"{}\"/>\n",
-                     Stroke(line.style), Dash(line.style), path);
+  return fmt::format("<path {} fill=\"none\" stroke-width=\"{:g}\" stroke-linejoin=\"round\"{} d=\"{}\"/>\n",
+                     Stroke(line.style), width, Dash(line.style), path);
+}
+
+// Whether a piece of one line lies on the other: two of their points, or all that both have.
+bool Meet(const LineChart& chart, const PlotLine& a, const PlotLine& b, const Axis& y) {
+  constexpr double kNear = 3;
+  size_t both = 0, near = 0;
+  for (const PlotPoint& one : a.points) {
+    for (const PlotPoint& other : b.points) {
+      if (one.x != other.x || !Drawable(chart, one) || !Drawable(chart, other)) continue;
+      ++both;
+      if (std::abs(y.At(one.y) - y.At(other.y)) < kNear) ++near;
+    }
+  }
+  return near >= 2 || (near == 1 && both == 1);
 }
 
 std::string DrawMarkers(const LineChart& chart, const PlotLine& line, const Axis& x, const Axis& y) {
@@ -239,8 +261,15 @@ std::string LineChartSvg(const LineChart& chart) {
     body += Text(at, bottom + 18, "middle", label, kSoft);
   }
   body += Text(kWidth - kRight, bottom + 36, "end", chart.x_title, kSoft);
-  // The first line on top, so that one which lies on another shows it between its dashes.
-  for (size_t i = chart.lines.size(); i-- > 0;) body += DrawLine(chart, chart.lines[i], x, y);
+  // The first line on top; one that lies below another of its dashes is wider, so that it shows.
+  for (size_t i = chart.lines.size(); i-- > 0;) {
+    const PlotLine& line = chart.lines[i];
+    double width = 2;
+    for (size_t j = 0; j < i; ++j) {
+      if (chart.lines[j].style.dash == line.style.dash && Meet(chart, line, chart.lines[j], y)) width += 2.4;
+    }
+    body += DrawLine(chart, line, width, x, y);
+  }
   for (const PlotLine& line : chart.lines) body += DrawMarkers(chart, line, x, y);
   return Whole(height, chart.title, body);
 }

@@ -23,10 +23,11 @@ std::string TokensLabel(int64_t tokens);
 // "12,345"
 std::string Thousands(double value);
 
-// What tells a series from the others, in all charts of a page: a colour, and for those who do not see it, or for
-// several of one colour, a marker and a dash. Any numbers; they repeat after a few.
+// What tells a series from the others, in all charts of a page: a colour with a marker of its own, for those who do not
+// see it; and among those of one colour, dashes, or a marker that is not filled. Any numbers; they repeat after a few.
 struct PlotStyle {
-  int32_t colour = 0, variant = 0;
+  int32_t colour = 0, dash = 0;
+  bool hollow = false;
 };
 inline constexpr int32_t kPlotColours = 6;  // the classes stroke0 … and fill0 …
 

@@ -192,7 +192,29 @@ def test_policies_that_are_the_same_count_once(tiny, tmp_path):
     flags = ("--parts", "flops", "--flops-lengths", "4k", "--attention", "auto,dense,phsa,phsa", "-K", "2,2")
     done = run_phsa("compare", "-m", tiny, "--out", tmp_path, *flags)
     assert done.returncode == 0, done.stderr
-    assert [p["label"] for p in report(tmp_path)["policies"]] == ["auto (dense)", "PHSA K=2"]
+    assert [(p["label"], p["same"]) for p in report(tmp_path)["policies"]] == [
+        ("auto (dense)", ["dense"]),
+        ("PHSA K=2", []),
+    ]
+    assert "dense is the same as auto (dense) here" in done.stderr
+
+
+def test_all_parts_of_a_row_have_one_configuration(document, tmp_path):
+    """The speed part reads more than the 4096 tokens at which the preset changes; the others read less."""
+    model = write_gguf(tmp_path / "long.gguf", context=8192)
+    flags = ("--attention", "dense,phsa", "-K", 4)
+    sizes = ("--lengths", 4200, "--depths", 0, "-n", 1, "-r", 1, "--text-tokens", 900, "--flops-lengths", "4k")
+    parts = ("--parts", "speed,perplexity,niah,flops", "--niah-lengths", "1k", "--samples", 1)
+    done = run_phsa("compare", "-m", model, "-f", document, "--out", tmp_path / "out", *parts, *sizes, *flags)
+    assert done.returncode == 0, done.stderr
+    found = report(tmp_path / "out")
+    settings = found["policies"][1]["settings"]
+    assert (settings["init_tokens"], settings["local_tokens"]) == (128, 512)
+    assert "init 128, local 512, K 4, λ 0.9" in done.stdout
+    assert found["niah"][1]["settings"] == settings
+    ask = ("perplexity", "-m", model, "-f", document, "-c", 900, "--json", *flags, "--init", 128, "--local", 512)
+    expected = [json.loads(line) for line in run_phsa(*ask).stdout.splitlines()]
+    assert [row["read_share"] for row in found["text"]["policies"]] == [row["read_share"] for row in expected]
 
 
 def test_sizes_follow_the_model(tmp_path):

@@ -85,6 +85,32 @@ def test_tables_and_heat_map(niah, tmp_path):
     assert "0 %" in texts and "100 %" in texts and "phsa λ=0.9, K=2" in texts
 
 
+def test_attentions_that_are_the_same_run_once_and_it_is_said(niah, tmp_path):
+    picture = tmp_path / "map.html"
+    flags = ("--attention", "dense,phsa,auto", "-K", 2, "--depths", "0,50,100", "--heatmap", picture)
+    done = niah(*SMALL, *flags, "--json")
+    assert [row["method"] for row in rows(done)] == ["dense", "phsa λ=0.9"]
+    assert "auto is the same as dense here and is run once" in done.stderr
+    # Two samples for three depths: the third is empty, not gone.
+    assert "no sample lies at depth 100 %" in done.stderr
+    assert picture.read_text().count("<title>no sample</title>") == 2
+
+
+def test_attentions_that_differ_in_one_setting_are_told_apart(niah, tmp_path):
+    settings = {"attention": "phsa", "init_tokens": 16, "local_tokens": 128, "top_k": 2}
+    files = []
+    for name, more in (("a", {}), ("b", {"dense_below": 256})):
+        config, out = tmp_path / f"{name}.json", tmp_path / f"{name}.jsonl"
+        config.write_text(json.dumps(settings | more))
+        assert niah(*SMALL, "--phsa-config", config, "--out", out).returncode == 0
+        files.append(str(out))
+    found = rows(run_phsa("niah", "--merge", ",".join(files), "--json"))
+    assert [(row["method"], row["settings"]["dense_below"]) for row in found] == [
+        ("phsa λ=0.9 (dense below 1024)", 1024),  # what auto does where a file says nothing
+        ("phsa λ=0.9 (dense below 256)", 256),
+    ]
+
+
 def test_a_killed_run_goes_on_and_is_as_one_run(niah, smollm2, tmp_path):
     command = ("--lengths", 512, "--samples", 6, "--strict", "--attention", "dense,phsa", "-K", 2)
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
