@@ -301,7 +301,7 @@ void RunComparison(const CompareFlags& flags, const std::string& command_line) {
       plan.Context() == 0 && !plan.flops_lengths.empty() ? plan.flops_lengths.back() : model.context;
   plan.policies = Policies(flags.attention, config, preset_for);
   for (const std::string& sentence : SameInWords(plan.policies)) {
-    fmt::print(stderr, "compare: {} here and is measured once\n", sentence);
+    Note("compare: {} here and is measured once", sentence);
   }
 
   const std::unique_ptr<Engine> engine =

@@ -157,8 +157,7 @@ void Print(const NiahFlags& flags, std::span<const NiahRecord* const> records, c
   const std::vector<double> depths = GridOf(header);
   if (!flags.heatmap.empty()) WriteNiahHeatMap(rows, header["model"].get<std::string>(), depths, flags.heatmap);
   if (const std::string empty = NiahEmptyDepths(rows, depths); !empty.empty()) {
-    fmt::print(stderr, "niah: no sample lies at depth {}; all --depths have one with --samples {} or more\n", empty,
-               depths.size());
+    Note("niah: no sample lies at depth {}; all --depths have one with --samples {} or more", empty, depths.size());
   }
   WriteOut(flags.json ? NiahJsonLines(rows)
                       : NiahTables(rows, NiahScoringFromName(header["scoring"].get_ref<const std::string&>())));
@@ -249,8 +248,8 @@ void Run(const NiahFlags& flags) {
     for (const std::string& sentence : SameInWords(attentions)) same[sentence].push_back(TokensLabel(length));
   }
   for (const auto& [sentence, at] : same) {
-    fmt::print(stderr, "niah: {} {} and is run once\n", sentence,
-               at.size() == lengths.size() ? "here" : fmt::format("at {}", fmt::join(at, ", ")));
+    Note("niah: {} {} and is run once", sentence,
+         at.size() == lengths.size() ? "here" : fmt::format("at {}", fmt::join(at, ", ")));
   }
   if (flags.chat) options.chat = ChooseChatTemplate(flags.chat_template, source->chat_template());
   ModelFlags model = flags.model;

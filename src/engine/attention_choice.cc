@@ -81,12 +81,14 @@ void CheckPolicy(const std::string& name) {
   ThrowInvalid("attention is {}{}; allowed: {}", Quoted(name), DidYouMean(name, names), fmt::join(names, ", "));
 }
 
-// What a model carries. It is data of others: it may name no file of this machine.
-Json ParseCarried(const std::string& json) {
+// What a model carries. It is data of others: it may name no file of this machine. `own_punctuation`: the user names
+// it.
+Json ParseCarried(const std::string& json, bool own_punctuation) {
   Json carried = Parse(json);
   if (!carried.contains("attention")) carried["attention"] = "phsa";
   const std::vector<std::string> sets = PunctuationSetNames();
-  const auto check = [&](const Json& one) {
+  const auto check = [&](Json& one) {
+    if (own_punctuation) one.erase("punctuation");
     if (!one.contains("punctuation") || one["punctuation"].is_array()) return;
     const auto& name = one["punctuation"].get_ref<const std::string&>();
     if (std::find(sets.begin(), sets.end(), name) == sets.end()) {
@@ -98,7 +100,7 @@ Json ParseCarried(const std::string& json) {
   };
   check(carried);
   if (carried.contains("layers")) {
-    for (const Json& one : carried["layers"]) check(one);
+    for (Json& one : carried["layers"]) check(one);
   }
   return carried;
 }
@@ -138,9 +140,10 @@ LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig&
   preset.policy = Policy::kDense;
   Merged merged{Json::parse(SettingsToJson(preset))};
   if (choice.policy != "auto") CheckPolicy(choice.policy);  // before anything else is read: it lists the names
-  if (!config.phsa_settings.empty()) merged.Add(ParseCarried(config.phsa_settings));
-  Json file = Json::object();
-  if (!choice.config_json.empty()) merged.Add(file = Parse(choice.config_json));
+  Json file = choice.config_json.empty() ? Json::object() : Parse(choice.config_json);
+  const bool own_punctuation = !choice.punctuation.empty() || file.contains("punctuation");
+  if (!config.phsa_settings.empty()) merged.Add(ParseCarried(config.phsa_settings, own_punctuation));
+  merged.Add(file);
   merged.Add(FlagsOf(choice));
   LayerSettings settings = merged.Finish();
   file.erase("tested_tokens");

@@ -103,7 +103,8 @@ def test_a_file_named_by_the_model_is_not_read(tmp_path):
     marks = tmp_path / "marks.txt"
     marks.write_text(",")
     model = write_gguf(tmp_path / "hostile.gguf", phsa_settings={**SETTINGS, "punctuation": str(marks)})
-    refused(run_phsa("run", "-m", model, "-p", "x"), "marks.txt", "en+zh")
+    refused(run_phsa("run", "-m", model, "-p", "x"), "carries name the punctuation", "en+zh", "--punctuation")
+    assert run_phsa("run", "-m", model, "-p", "x", "-n", 1, "--punctuation", marks).returncode == 0, "the user may"
     model = write_gguf(tmp_path / "listing.gguf", phsa_settings={**SETTINGS, "punctuation": [11, 13]})
     assert run_phsa("run", "-m", model, "-p", "x", "-n", 1).returncode == 0
 
