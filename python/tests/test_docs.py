@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_model import write_adapter, write_model
+from token_shards import write_documents
 
 import phsa
 from phsa import _library
@@ -74,7 +76,7 @@ def test_what_python_md_shows_runs(changes: dict[str, str], tmp_path: Path, caps
 
 
 def test_what_the_readme_shows_runs(changes: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    names = run("README.md", changes)
+    names = run("README.md", {**changes, "4096": "1024"})
     assert names["q"].grad.shape == names["q"].shape and capsys.readouterr().out
 
 
@@ -91,7 +93,15 @@ def test_what_lm_eval_md_shows_runs(changes: dict[str, str]) -> None:
     assert names["results"]["results"]["phsa_local_hellaswag"]["alias"]
 
 
+def test_what_prepare_md_shows_runs(tmp_path: Path) -> None:
+    documents = [np.arange(length) % 90 for length in (3000, 50, 9000)]
+    write_documents(tmp_path / "tokens", [documents], vocab_size=100)
+    names = run("docs/prepare.md", {})
+    assert sum(map(len, names["sequences"][0])) == 4096
+
+
 def test_python_is_shown_nowhere_else() -> None:
-    """A document with Python in it belongs to the tests above."""
+    """A document with Python in it belongs to the tests above; server.md's needs a server, as tests/e2e has."""
     shown = {str(path.relative_to(ROOT)) for path in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md")}
-    assert {name for name in shown if snippets(name)} == {"docs/python.md", "docs/lm_eval.md", "README.md"}
+    tested = {"README.md", "docs/lm_eval.md", "docs/prepare.md", "docs/python.md"}
+    assert {name for name in shown if snippets(name)} == {*tested, "docs/server.md"}
