@@ -1,5 +1,7 @@
-"""What surrounds the program: the set-up as an ordinary user, what the image is made from."""
+"""What surrounds the program: the set-up as an ordinary user, the systemd unit, what the image is made from."""
 
+import configparser
+import fnmatch
 import os
 import re
 import shutil
@@ -109,3 +111,36 @@ def test_the_image_has_the_packages_of_every_library_that_the_program_loads(phsa
     assert packages.keys() == set(loaded)
     needed = set(packages.values())
     assert needed - ESSENTIAL <= packages_of("run")
+
+
+def unit():
+    parser = configparser.ConfigParser(strict=False, interpolation=None, delimiters=("=",))
+    parser.optionxform = str
+    parser.read(ROOT / "packaging/phsa.service")
+    return parser["Service"]
+
+
+def test_the_unit_lets_the_server_open_a_gpu_and_no_other_device():
+    service = unit()
+    assert service.get("PrivateDevices", "no") == "no"  # it hides /dev/nvidia*
+    assert service["DevicePolicy"] == "closed"
+    pattern, access = service["DeviceAllow"].split()
+    assert access == "rw"
+    # As /proc/devices names them where NVIDIA's driver is loaded.
+    for group in ("nvidia", "nvidiactl", "nvidia-frontend", "nvidia-uvm", "nvidia-caps"):
+        assert fnmatch.fnmatchcase("char-" + group, pattern), group
+    for group in ("mem", "fb", "drm", "vfio", "input", "snd"):
+        assert not fnmatch.fnmatchcase("char-" + group, pattern), group
+
+
+def test_systemd_finds_the_unit_without_fault_and_well_locked(tmp_path):
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("there is no systemd-analyze here")
+    # The program is not installed where the unit expects it.
+    text = (ROOT / "packaging/phsa.service").read_text()
+    (tmp_path / "phsa.service").write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", text))
+    verified = subprocess.run(["systemd-analyze", "verify", tmp_path / "phsa.service"], capture_output=True, text=True)
+    assert (verified.returncode, verified.stderr) == (0, "")
+    security = ["systemd-analyze", "security", "--offline=yes", "--threshold=20", tmp_path / "phsa.service"]
+    checked = subprocess.run(security, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout.splitlines()[-1]
