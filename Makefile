@@ -29,7 +29,7 @@ test_options = -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python) -DPHSA_CUDA=AUTO -DPHSA
 
 # The steps of a command run in order; the tools inside each step run in parallel.
 .NOTPARALLEL:
-.PHONY: help demo test test-long bench install format format-check tidy sanitize fuzz build clean \
+.PHONY: help demo test test-long test-neon bench install format format-check tidy sanitize fuzz build clean \
   packages packages-test venv test-cpp test-asan test-tsan test-python test-gpu
 
 help: ## this list
@@ -89,7 +89,11 @@ format-check: packages-test venv ## fails where `make format` would change somet
 tidy: ## clang-tidy over the C++ sources
 	@scripts/install-packages.sh build test tidy
 	cmake --preset release
-	run-clang-tidy-14 -quiet -p build/release -j $(JOBS) '/(src|tests|bench)/.*\.cc$$'
+	run-clang-tidy-14 -quiet -p build/release -j $(JOBS) '^$(CURDIR)/(src|tests|bench)/.*\.cc$$'
+
+test-neon: ## the tests of the kernels for 64-bit Arm, under emulation
+	@scripts/install-packages.sh build neon
+	scripts/test-neon.sh
 
 sanitize: packages-test test-asan test-tsan ## the C++ tests under ASan and UBSan, the threaded ones under TSan
 

@@ -204,7 +204,7 @@ struct Run {
 };
 
 std::byte* Align(std::vector<std::byte>& buffer) {
-  return reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(buffer.data()) + 63) / 64 * 64);
+  return buffer.data() + (64 - reinterpret_cast<uintptr_t>(buffer.data()) % 64) % 64;
 }
 
 Run Prepare(const Options& o, const std::string& policy, bool bf16, int q_len, int kv_len, const Tensor& q,
@@ -299,14 +299,14 @@ Check Verify(const Options& o, const Run& run, int q_len, int kv_len, const Tens
         double max = -1e300, sum = 0;
         for (int t = 0; t < b; ++t) {
           int marks = 0;
-          for (int j = 0; j < m; ++j) marks += flags[static_cast<size_t>(t * m + j)];
+          for (int j = 0; j < m; ++j) marks += flags[static_cast<size_t>(t) * m + j];
           double dot = 0;
           for (int c = 0; c < o.dim; ++c) {
             double mean = 0, mean_marks = 0;
             for (int j = 0; j < m; ++j) {
               const double key = k.at(t * m + j, kv_head, c);
               mean += key / m;
-              if (flags[static_cast<size_t>(t * m + j)]) mean_marks += key / marks;
+              if (flags[static_cast<size_t>(t) * m + j]) mean_marks += key / marks;
             }
             double rep = marks == 0 ? mean : o.lambda * mean + (1 - o.lambda) * mean_marks;
             if (bf16) rep = FromBf16(Bf16(static_cast<float>(rep)));

@@ -9,11 +9,15 @@ cd "$(dirname "$0")/.."
 
 [[ ${PHSA_SKIP_PACKAGES:-0} == 1 ]] && exit 0
 
-groups=" $* "
 wanted=()
-while read -r package group _; do
+while read -r package groups; do
   [[ -z $package || $package == \#* ]] && continue
-  [[ $groups == *" $group "* ]] && wanted+=("$package")
+  for group in "$@"; do
+    if [[ " $groups " == *" $group "* ]]; then
+      wanted+=("$package")
+      break
+    fi
+  done
 done <packages/debian.txt
 
 if ! command -v dpkg-query >/dev/null || ! command -v apt-get >/dev/null; then
@@ -32,8 +36,9 @@ done
 
 as_root=()
 if [[ $(id -u) != 0 ]]; then
-  if ! command -v sudo >/dev/null; then
-    echo "phsa: these Debian packages are missing, and this is neither root nor is there sudo. As root, run:" >&2
+  # Asked for a password here, once, and not in the middle.
+  if ! command -v sudo >/dev/null || ! sudo true; then
+    echo "phsa: these Debian packages are missing, and neither is this root nor does sudo make it so. As root, run:" >&2
     echo "  apt-get install ${missing[*]}" >&2
     exit 1
   fi

@@ -231,7 +231,7 @@ void WarnPastTested(const ModelConfig& config, size_t tokens) {
   const std::optional<int32_t> tested = TestedTokens(config);
   if (warned || !tested || tokens <= static_cast<size_t>(*tested)) return;
   warned = true;
-  Warn("{}", PastTestedTokens(config, *tested, static_cast<int64_t>(tokens)));
+  Warn("warning: {}", PastTestedTokens(config, *tested, static_cast<int64_t>(tokens)));
 }
 
 void AddPromptCacheFlags(CLI::App& command, PromptCacheFlags& flags) {

@@ -1,0 +1,17 @@
+# Debian's cross compiler for 64-bit Arm, with the libraries that scripts/test-neon.sh has unpacked into
+# PHSA_ARM_SYSROOT; what is built runs under qemu.
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR aarch64)
+set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)
+set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
+set(CMAKE_LIBRARY_ARCHITECTURE aarch64-linux-gnu)
+
+list(APPEND CMAKE_TRY_COMPILE_PLATFORM_VARIABLES PHSA_ARM_SYSROOT)
+set(CMAKE_SYSROOT ${PHSA_ARM_SYSROOT})
+set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
+set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE ONLY)
+set(ENV{PKG_CONFIG_SYSROOT_DIR} ${PHSA_ARM_SYSROOT})
+set(ENV{PKG_CONFIG_LIBDIR} ${PHSA_ARM_SYSROOT}/usr/lib/aarch64-linux-gnu/pkgconfig:${PHSA_ARM_SYSROOT}/usr/share/pkgconfig)
+set(CMAKE_CROSSCOMPILING_EMULATOR qemu-aarch64 -L ${PHSA_ARM_SYSROOT})
