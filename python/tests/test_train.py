@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_model import write_model
 from token_shards import write_documents
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -441,6 +443,7 @@ def test_two_processes_reproduce_one_and_take_over_from_it(folder, tmp_path, who
         values = run._one_step()
         run.log.add({"step": run.step, **values})
     run.save_checkpoint()
+    run.close()
     done = run_command(path, processes=2)
     assert done.returncode == 0, done.stderr
     assert "going on from" in done.stderr
@@ -489,6 +492,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(folder,
     )
     assert done.returncode == 1
     assert re.search(r"phsa: step \d+: the .* is (nan|inf)\. The weights of this step were not taken", done.stderr)
+    assert f'init_from = "{tmp_path / "run"}"' in done.stderr
     assert len(checkpoints.complete(tmp_path / "run/checkpoints")) >= 1
     assert not (tmp_path / "run/final").exists()
 
@@ -521,6 +525,7 @@ def test_a_checkpoint_that_was_cut_is_refused_by_name(folder, tmp_path):
     run.save_checkpoint()
     (file,) = (tmp_path / "run/checkpoints/step-00000001").glob("*.distcp")
     file.write_bytes(file.read_bytes()[:1000])
+    run.close()
     with pytest.raises(checkpoints.CheckpointError, match=r"step-00000001 cannot be read .* remove this folder"):
         loop.Run(read(path), device=CPU, quiet=True)
 
@@ -537,6 +542,81 @@ def test_another_configuration_does_not_continue_a_run(folder, whole_run):
     path = configure(folder, whole_run)
     with pytest.raises(ConfigError, match=r"holds a run with another attention.top_k"):
         loop.Run(read(path, ["attention.top_k=4"]), device=CPU, quiet=True)
+
+
+def test_another_model_or_other_tokens_do_not_continue_a_run(folder, tmp_path, whole_run):
+    path = configure(folder, whole_run)
+    documents = [np.arange(1, 200), np.arange(50, 300)]
+    write_documents(tmp_path / "tokens", [documents], 400)
+    with pytest.raises(ConfigError, match=r"another data.train \(data.train was '\w+' and is '\w+'\).*init_from"):
+        loop.Run(read(path, [f"data.train={tmp_path / 'tokens'}"]), device=CPU, quiet=True)
+    with pytest.raises(ConfigError, match=r"another data.held_out"):
+        loop.Run(read(path, [f"data.held_out={tmp_path / 'tokens'}"]), device=CPU, quiet=True)
+    # The same shape, one value in another place.
+    shutil.copytree(folder / "model", tmp_path / "model")
+    loop.Run(read(path, [f"model.path={tmp_path / 'model'}"]), device=CPU, quiet=True).close()
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1.01
+    save_file(tensors, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"another model.weights"):
+        loop.Run(read(path, [f"model.path={tmp_path / 'model'}"]), device=CPU, quiet=True)
+
+
+def test_two_trainers_do_not_write_into_one_folder(folder, tmp_path):
+    path = configure(folder, tmp_path / "run")
+    first = loop.Run(read(path), device=CPU, quiet=True)
+    with pytest.raises(ConfigError, match="another trainer is at work in"):
+        loop.Run(read(path), device=CPU, quiet=True)
+    first.close()
+    loop.Run(read(path), device=CPU, quiet=True).close()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["adapter", "all weights"])
+def test_a_run_begins_with_the_weights_of_another(folder, tmp_path, whole, whole_run):
+    first = whole_run
+    if whole:
+        first = tmp_path / "first"
+        path = configure(folder, first)
+        path.write_text(path.read_text().replace("[lora]\nrank = 4\n", ""))
+        train(path, "optimizer.steps=2", "checkpoint.every=2")
+    with (first / "evaluations.csv").open(newline="") as file:
+        (reached,) = [row["held_out_loss"] for row in csv.DictReader(file)]
+    for number, source in enumerate((first, first / "final")):
+        path = configure(folder, tmp_path / f"next{number}")
+        if whole:
+            path.write_text(path.read_text().replace("[lora]\nrank = 4\n", ""))
+        run = loop.Run(read(path, [f"init_from={source}", "optimizer.learning_rate=0.003"]), device=CPU, quiet=True)
+        assert run.step == 0 and run.evaluate()["held_out_loss"] == pytest.approx(float(reached), rel=1e-5)
+        run._one_step()
+        run.save_checkpoint()
+        run.close()
+        # From here on its own checkpoint counts, and the other run is not read again.
+        again = loop.Run(read(path, [f"init_from={source}", "optimizer.learning_rate=0.003"]), device=CPU, quiet=True)
+        assert again.step == 1
+        again.close()
+    with pytest.raises(ConfigError, match=r"init_from was .* and is None"):
+        loop.Run(read(path, ["optimizer.learning_rate=0.003"]), device=CPU, quiet=True)
+    path = configure(folder, tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"which trained .*; this run trains an adapter of rank 8"):
+        train(path, f"init_from={first}", "lora.rank=8")
+    with pytest.raises(ConfigError, match=r"init_from is .*; allowed: the folder of a run"):
+        train(path, f"init_from={tmp_path}")
+
+
+def test_a_tied_output_is_saved_once(folder, tmp_path):
+    path = configure(folder, tmp_path / "run")
+    path.write_text(path.read_text().replace("[lora]\nrank = 4\n", "").replace("float32", "bfloat16"))
+    model = write_model(tmp_path / "model", layers=1, tied=True)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        train(path, "optimizer.steps=1", f"model.path={tmp_path / 'model'}")
+    finally:
+        dist.destroy_process_group()
+    saved = load_file(tmp_path / "run/final/model.safetensors")
+    assert "lm_head.weight" not in saved and sum(tensor.numel() for tensor in saved.values()) == count
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "run/final")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
 def test_a_longer_sequence_than_the_context_is_refused(folder, tmp_path):

@@ -113,6 +113,7 @@ class Checkpoint:
 @dataclass
 class Config:
     out: str = ""  # the run's folder
+    init_from: str | None = None  # a run, a checkpoint, an adapter or a model to begin with; None: model.path as it is
     seed: int = 1
     device: str = "auto"
     threads: int | None = None  # of torch on the CPU; None: torch decides
@@ -130,7 +131,8 @@ class Config:
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a stopped run to be continued with the same losses. How often it is looked at or
-        saved, how it is spread over processes and where its files lie may change."""
+        saved, how it is spread over processes and where its files lie may change; what is in them may not, of which
+        `identity.py` adds digests."""
         out = self.to_json()
         for name in ("out", "device", "threads", "evaluate", "checkpoint"):
             del out[name]

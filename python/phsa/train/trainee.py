@@ -19,9 +19,11 @@ from ..hf.hook import find_decoder
 from ..hf.load import load_model
 from ..hf.switch import set_attention
 from ..settings import ModelSettings
+from . import checkpoints, identity
 from .batches import Batch
 from .config import Config, ConfigError
-from .lora import add_adapter, without_adapter
+from .identity import Start
+from .lora import add_adapter, fill_adapter, without_adapter
 from .loss import sliced_loss
 
 
@@ -67,7 +69,14 @@ def _training_loss(
 class Trainee:
     """One model on all processes. Calls are collective: every process makes the same ones."""
 
-    def __init__(self, config: Config, punctuation: Mapping[str, Any], device: torch.device, world: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        punctuation: Mapping[str, Any],
+        device: torch.device,
+        world: int,
+        start: Start | None = None,
+    ) -> None:
         self.config = config
         self.device = device
         self.settings = config.attention.settings(config.data.length)
@@ -81,6 +90,7 @@ class Trainee:
         context = model.config.max_position_embeddings
         if config.data.length > context:
             raise ConfigError(f"data.length is {config.data.length}; the model's context is {context} tokens")
+        self.digest = identity.of_weights(model)
         self.teacher: PreTrainedModel | None = None
         if config.distill.weight and full:
             self.teacher = copy.deepcopy(model).to(device, dtype).requires_grad_(False).eval()
@@ -88,6 +98,11 @@ class Trainee:
         if not full:
             assert config.lora is not None
             add_adapter(model, config.lora, config.seed)
+            if start is not None and start.kind == "adapter":
+                fill_adapter(start.folder, model)
+        elif start is not None and start.kind == "model":
+            # After the teacher: that stays model.path, as the base of an adapter does.
+            self._take_weights(model, start)
         model.to(device)
         model.train()
         model.config.use_cache = False
@@ -112,7 +127,16 @@ class Trainee:
             fully_shard(model, **options)
             for name in ("training_loss", "hidden"):
                 register_fsdp_forward_method(model, name)
+        if start is not None and start.kind == "checkpoint":
+            checkpoints.load(start.folder, model, None)
         self.attend(self.settings)
+
+    @staticmethod
+    def _take_weights(model: PreTrainedModel, start: Start) -> None:
+        try:
+            model.load_state_dict(load_model(str(start.folder), torch.float32).state_dict())
+        except RuntimeError as error:
+            raise ConfigError(f"init_from is {str(start.folder)!r}, a model of another shape: {error}") from None
 
     def attend(self, settings: ModelSettings) -> None:
         set_attention(self.model, settings.to_json(), self._punctuation, self.config.attention.backend)
