@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -542,3 +544,40 @@ def test_a_model_without_its_hook_says_so() -> None:
     model.config._attn_implementation_internal = "phsa"
     with pytest.raises(RuntimeError, match=r"phsa\.hf\.enable"):
         model(tokens(1, 40))
+
+
+def test_a_model_that_carries_settings_warns_where_they_are_not_used(tmp_path: Path) -> None:
+    make_model(dtype=torch.float32).save_pretrained(tmp_path / "model")
+    ids = tokens(1, 20)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with pytest.warns(UserWarning, match="carries phsa's attention settings .* runs with sdpa"):
+        plain(ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain(ids)
+        phsa.hf.enable(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), check=False)(ids)
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="phsa")(ids)
+        phsa.hf.disable(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))(ids)
+
+
+@pytest.mark.parametrize("name", ["default", "other"])
+def test_an_adapter_saved_by_peft_keeps_the_settings(tmp_path: Path, name: str) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(make_model(), lora, adapter_name=name)
+    ids = tokens(1, 600)
+    want = logits(model, ids)
+    model.save_pretrained(tmp_path)
+    folder = tmp_path if name == "default" else tmp_path / name
+    settings = json.loads((folder / "phsa.json").read_text())
+    assert (settings["attention"], settings["top_k"], settings["lambda"]) == ("phsa", 3, 0.5)
+    again = peft.PeftModel.from_pretrained(make_model(enabled=False), folder)
+    assert phsa.hf.settings_of(again).to_json() == settings
+    with pytest.warns(UserWarning, match="carries phsa's attention settings"):
+        assert_other(logits(again, ids), want)
+    assert_same(logits(phsa.hf.enable(again), ids), want)
+    # A model with settings of its own keeps them; one without any is saved without.
+    other = phsa.hf.enable(make_model(enabled=False), **{**SMALL, "top_k": 5})
+    assert phsa.hf.settings_of(peft.PeftModel.from_pretrained(other, folder)).base.top_k == 5
+    peft.get_peft_model(make_model(enabled=False), lora).save_pretrained(tmp_path / "plain")
+    assert not (tmp_path / "plain/phsa.json").exists()

@@ -28,10 +28,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..settings import ModelSettings
+from . import adapters
 from .attention import attention_function, mask_function
 from .cache import PhsaLayer
 from .checks import check_config, check_outputs
-from .hook import ForwardHook, find_decoder, punctuation_ids, settings_from_config
+from .hook import ForwardHook, find_decoder, punctuation_ids, settings_from_config, warn_where_unused
 
 __all__ = ["PhsaLayer", "disable", "enable", "settings_of"]
 
@@ -175,6 +176,9 @@ def _attach_when_asked(method: Callable) -> Callable:
     @functools.wraps(method)
     def wrapper(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
+        carries = getattr(self.config, "phsa", None) and method.__name__ == "post_init"
+        if carries and self.config._attn_implementation != NAME and find_decoder(self) is self:
+            warn_where_unused(self)
         if self.config._attn_implementation == NAME:
             decoder = find_decoder(self)
             if decoder.config._attn_implementation == NAME and ForwardHook.attached(decoder) is None:
@@ -189,6 +193,7 @@ def _attach_when_asked(method: Callable) -> Callable:
 def _register() -> None:
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, mask_function)
+    adapters.register()
     for name in ("post_init", "set_attn_implementation"):
         method = getattr(PreTrainedModel, name)
         if not hasattr(method, "_phsa"):
