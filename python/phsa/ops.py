@@ -8,11 +8,12 @@ devices, float64, other head sizes). Tensors are packed: queries are (tokens, q_
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-from . import _library
+from . import _build, _library
 from .settings import GROUP_REDUCES, POLICIES, Settings, default_scale
 
 try:
@@ -23,7 +24,7 @@ except ImportError as error:
 
 from . import _fallback
 
-__all__ = ["backends", "phsa_attention", "representatives", "select"]
+__all__ = ["backends", "missing_kernels", "phsa_attention", "representatives", "select"]
 
 BACKENDS = ("auto", "cpu", "cuda", "torch")
 _HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -38,15 +39,29 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 @functools.cache
 def _load() -> str | None:
-    """Loads the operators' library. Returns None, or why it is not there."""
-    path = _library.find("libphsa_torch.so")
-    if path is None:
-        return f"libphsa_torch.so was not found (looked in {_library.searched()}); it is built where PyTorch is found"
+    """Loads the operators' library, and compiles it where the installation has none. Returns None, or why it is not
+    there."""
+    path = _library.find(_build.NAME)
     try:
+        if path is None:
+            path = _build.operators()
+            _library.load()  # what it needs, of whichever folder
         torch.ops.load_library(str(path))
+    except (_build.BuildError, _library.LibraryError) as error:
+        return str(error)
     except OSError as error:
         return f"{path} cannot be loaded: {error}"
     return None
+
+
+def missing_kernels() -> str | None:
+    """Why the kernels are not there and plain PyTorch runs instead, many times slower; None where they are."""
+    return _load()
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    warnings.warn(f"phsa: no kernels, plain PyTorch is many times slower: {reason}", stacklevel=2)
 
 
 def _kernel(name: str, device: torch.device, args: Sequence[object], outputs: Sequence[object]) -> None:
@@ -120,6 +135,8 @@ def _use_kernels(backend: str, q: Tensor, k: Tensor, settings: Settings, backwar
             raise ValueError(f"phsa_attention: the {backend} backend has {misfit}")
         if reason is not None:
             raise RuntimeError(f"phsa_attention: the {backend} backend is not there: {reason}")
+    elif misfit is None and reason is not None:
+        _warn(reason)
     return misfit is None and reason is None
 
 

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import numpy as np
 import oracle
@@ -13,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import phsa
-from phsa import Settings, _fallback, ops
+from phsa import Settings, _build, _fallback, _library, ops
 
 BACKENDS = ["cpu", "torch"]
 # The kernels have no float64; where PyTorch is tested, it leaves no room for near ties to turn.
@@ -696,6 +699,52 @@ def test_the_package_says_what_is_missing_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "phsa.ops needs PyTorch" in done.stdout
+
+
+def test_the_operators_are_compiled_at_first_use_where_the_installation_has_none(tmp_path: Path) -> None:
+    library = _library.find("libphsa.so")
+    assert library is not None
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / f"libphsa.so.{_library.ABI_VERSION}").symlink_to(library.resolve())
+    code = (
+        "import torch; from phsa import ops; torch.manual_seed(0)\n"
+        "q = torch.randn(300, 2, 64)\n"
+        "same = [ops.phsa_attention(q, q, q, top_k=1, init=16, local=16, backend=b)[0] for b in ('cpu', 'torch')]\n"
+        "torch.testing.assert_close(*same)\n"
+        "print(ops.backends()[0], ops.missing_kernels())\n"
+    )
+    env = {**os.environ, "PHSA_LIBRARY_PATH": str(tmp_path / "lib"), "PHSA_CACHE": str(tmp_path / "cache")}
+    env |= {"PYTHONPATH": str(Path(phsa.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    env.pop("PHSA_TORCH", None)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout == "cpu None\n" and "compiling the PyTorch operators, once" in done.stderr, done.stderr
+    (built,) = (tmp_path / "cache/torch").glob("*/libphsa_torch.so")
+    assert built.stat().st_mode & 0o777 == 0o755
+
+
+def test_without_kernels_the_reason_is_said_once_and_pytorch_runs(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("PHSA_CACHE", str(tmp_path))
+    monkeypatch.delenv("PHSA_TORCH", raising=False)
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(_build.BuildError, match=r"cannot be compiled \(no message\); all of it is in .*/log"):
+        _build.operators()
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(_build.BuildError, match="no C\\+\\+ compiler: install one"):
+        _build.operators()
+    monkeypatch.setenv("PHSA_TORCH", "off")
+    with pytest.raises(_build.BuildError, match="PHSA_TORCH is OFF"):
+        _build.operators()
+    monkeypatch.setattr(ops, "_load", lambda: "there is no compiler")
+    ops._warn.cache_clear()
+    q, k, v, flags = make(60)
+    with pytest.warns(UserWarning, match="plain PyTorch is many times slower: there is no compiler"):
+        ops.phsa_attention(q, k, v, flags, **SMALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops.phsa_attention(q, k, v, flags, **SMALL)
+    with pytest.raises(RuntimeError, match="the cpu backend is not there: there is no compiler"):
+        ops.phsa_attention(q, k, v, flags, **SMALL, backend="cpu")
 
 
 def test_targets_can_be_listed_and_chosen() -> None:

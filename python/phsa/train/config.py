@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 
 @dataclass
 class Model:
-    path: str = ""  # a Hugging Face folder or name, or a .gguf file
+    path: str = ""  # a Hugging Face folder or name, a name of `phsa models`, or a .gguf file
     dtype: str = "bfloat16"  # what is multiplied; what is trained is kept in float32
     gradient_checkpointing: bool = False
     compile: bool = False  # torch.compile, layer by layer
