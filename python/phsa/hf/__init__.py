@@ -163,6 +163,9 @@ def _check_layers(settings: ModelSettings, config: transformers.PreTrainedConfig
     for layer in settings.layers:
         if layer >= count:
             raise ValueError(f"settings: layers has layer {layer}; this model has 0 to {count - 1}")
+        kinds = getattr(config, "layer_types", None) or ()
+        if layer < len(kinds) and kinds[layer] == "sliding_attention":
+            raise ValueError(f"settings: layers has layer {layer}, which attends within a window and keeps it")
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     for one in (settings.base, *settings.layers.values()):
         if isinstance(one.lam, tuple) and len(one.lam) not in (1, heads):

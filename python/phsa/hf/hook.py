@@ -169,6 +169,13 @@ class ForwardHook:
             rows,
             q_len,
         )
+        # transformers finds packed sequences for its own masks by the positions, and only without a cache.
+        windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+        if windows and kwargs["phsa_batch"].packed and (cache is not None or kwargs.get("position_ids") is None):
+            raise ValueError(
+                "phsa: packed sequences in a model with sliding windows; allowed: with position_ids that restart and "
+                "use_cache=False"
+            )
         return (), kwargs
 
     @staticmethod
