@@ -2,6 +2,8 @@
 go on."""
 
 import csv
+import importlib.machinery
+import importlib.util
 import json
 import os
 import re
@@ -11,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +26,12 @@ from tiny_model import write_model
 from token_shards import write_documents
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from phsa.hf import niah, packed, settings_of
+from phsa.hf import load, niah, packed, settings_of
 from phsa.train import checkpoints, loop, lora, loss
 from phsa.train.batches import Batch, Batches, repeat_passages
 from phsa.train.config import Config, ConfigError, Data, Lora, read
 from phsa.train.shards import Sequences, Shards
+from phsa.train.texts import open_texts
 from phsa.train.trainee import fuse_norms
 
 CPU = torch.device("cpu")
@@ -392,6 +396,77 @@ def test_answers_read_together_are_those_read_alone(folder):
     assert alone == together and len(set(alone)) > 1
 
 
+# Texts ----------------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_chat_the_answers_are_learned_and_the_rest_is_read(folder, tmp_path):
+    tokenizer = load.load_tokenizer(str(folder / "model"))
+    talk = [
+        {"role": "user", "content": "How many legs?"},
+        {"role": "assistant", "content": "Six."},
+        {"role": "user", "content": "And wings?"},
+        {"role": "assistant", "content": "Four, mostly."},
+    ]
+    records = [
+        {"messages": talk},
+        {"prompt": talk[:3], "completion": talk[3:]},
+        {"prompt": "Bees are", "completion": " insects"},
+        {"text": "All of it."},
+    ]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    texts = open_texts(str(path), lambda: tokenizer, True)
+    learned = []
+    for number in range(texts.documents):
+        begin, end = texts.offsets[number : number + 2].tolist()
+        batch = Batch.of([texts.piece(begin, end - begin)])
+        assert (batch.tokens >= 0).all() and batch.predicted == int((batch.labels != loss.IGNORED).sum())
+        learned.append(tokenizer.decode(batch.labels[batch.labels != loss.IGNORED]))
+        if number == 0:
+            assert batch.tokens[0].tolist() == tokenizer.apply_chat_template(talk, return_dict=False)
+    end = "<|im_end|>"
+    assert learned == [f"Six.{end}\nFour, mostly.{end}\n", f"Four, mostly.{end}\n", f" insects{end}", f"ll of it.{end}"]
+    for line, message in (("[1]", "not an object"), ('{"x": 1}', "it has x; allowed: input_ids"), ("{", "not JSON")):
+        path.write_text(line + "\n")
+        with pytest.raises(ValueError, match=rf"chat.jsonl, (line|record) 1: {message}"):
+            open_texts(str(path), lambda: tokenizer, True)
+
+
+def test_datasets_that_were_tokenized_or_packed_are_taken(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = {"input_ids": [[1, 2, 3, 4, 5], [6, 7]], "completion_mask": [[0, 0, 1, 1, 1], [0, 1]]}
+    datasets.Dataset.from_dict({**rows, "seq_lengths": [[2, 3], [2]]}).save_to_disk(tmp_path / "rows")
+    texts = open_texts(str(tmp_path / "rows"), lambda: None, True)
+    assert texts.offsets.tolist() == [0, 2, 5, 7] and texts.vocab_size == 8
+    assert texts.piece(0, 7).tolist() == [~1, ~2, 3, 4, 5, ~6, 7]
+    datasets.Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[-100, -100]]}).save_to_disk(tmp_path / "none")
+    with pytest.raises(ValueError, match="nothing to learn"):
+        open_texts(str(tmp_path / "none"), lambda: None, True)
+
+
+def test_a_chat_is_trained_with_settings_by_layer_and_reported(folder, tmp_path, monkeypatch):
+    talk = [{"role": "user", "content": "One, two; three?"}, {"role": "assistant", "content": "Four. " * 40}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    said = []
+    run = types.SimpleNamespace(log=lambda values, step: said.append((step, values)), finish=lambda: said.append("end"))
+    wandb = types.ModuleType("wandb")
+    wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    wandb.init = lambda **options: said.append(options["name"]) or run
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    path = configure(folder, tmp_path / "run")
+    data = (f"data.train={tmp_path / 'chat.jsonl'}", f"data.held_out={tmp_path / 'chat.jsonl'}", "optimizer.batch=1")
+    more = ("attention.top_k=3", "attention.punctuation=sentence", 'attention.layers.1={ policy = "dense" }')
+    train(path, *data, *more, "optimizer.steps=2", "evaluate.sequences=1", 'report_to=["wandb"]')
+    saved = json.loads((tmp_path / "run/final/phsa.json").read_text())
+    assert (saved["top_k"], saved["punctuation"], saved["layers"]) == (3, "sentence", {"1": {"attention": "dense"}})
+    assert said[0] == "run" and said[-1] == "end"
+    assert said[1][0] == 1 and said[1][1]["train/loss"] == pytest.approx(losses(tmp_path / "run")[0])
+    assert said[3][0] == 2 and said[3][1]["eval/held_out_loss"] > 0
+    with pytest.raises(ConfigError, match="report_to has 'tensorboard', which is not installed here: pip install"):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        train(path, 'report_to=["tensorboard"]')
+
+
 # Stopping and going on ------------------------------------------------------------------------------------------------
 
 
@@ -628,11 +703,13 @@ def test_a_longer_sequence_than_the_context_is_refused(folder, tmp_path):
     "change, message",
     [
         ("attention.topk=2", r"\[attention\] has the key 'topk'; allowed: method, top_k, lambda"),
-        ("attention.top_k=3", "attention.top_k is 3; allowed: 0, 1, 2, 4, 8, 16"),
+        ("attention.top_k=-1", "top_k is -1; allowed: 0 to 65536"),
+        ("attention.layers=3", "attention.layers is 3; allowed: tables by layer"),
+        ("attention.layers.0.topk=3", "a setting is 'topk'; allowed: policy"),
+        ('report_to=["mlflow"]', "report_to is 'mlflow'; allowed: tensorboard, wandb"),
         ("attention.top_k=true", "attention.top_k is True; allowed: a whole number"),
         ("attention.method=sparse", "attention.method is 'sparse'; allowed: dense, infllm2, phsa"),
         ("attention.lambda=2.0", "lam is 2.0; allowed: a number from 0 to 1"),
-        ("attention.punctuation=zh", "attention.punctuation is 'zh'; allowed: en, en"),
         ("optimizer.steps=0", "optimizer.steps is 0; allowed: 1 and up"),
         ("lora=16", r"lora is 16; allowed: a table \[lora\]"),
         ("model.path=", "model.path is missing"),
@@ -665,3 +742,13 @@ def test_the_learning_rate_warms_up_and_falls_as_a_cosine():
 def test_a_plot_is_drawn_where_there_is_matplotlib(folder, tmp_path, whole_run):
     pytest.importorskip("matplotlib")
     assert (whole_run / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_name_of_phsa_models_is_a_model(monkeypatch, tmp_path):
+    monkeypatch.setenv("PHSA_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="run `phsa models fetch smollm2-135m`"):
+        load._where("smollm2-135m")
+    monkeypatch.setattr(load, "_packaged", {"smollm2-135m": str(tmp_path / "smollm2.gguf"), "gpt2": None}.get)
+    (tmp_path / "smollm2.gguf").touch()
+    assert load._where("smollm2-135m") == (str(tmp_path), {"gguf_file": "smollm2.gguf"})
+    assert load._where("gpt2") == ("gpt2", {}) and load._where("org/name") == ("org/name", {})

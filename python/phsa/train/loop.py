@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import shutil
@@ -23,9 +24,10 @@ from .batches import Batch, Batches
 from .config import Config, ConfigError
 from .files import sync_tree, write_json
 from .identity import Lock, Start
-from .logs import Progress, Table, plot
+from .logs import Progress, Reports, Table, check_reports, plot
 from .lora import save_adapter
 from .shards import Sequences, Shards
+from .texts import Documents, open_texts
 from .trainee import Trainee
 
 LOG = ("step", "tokens", "loss", "divergence", "learning_rate", "gradient_norm", "tokens_per_second")
@@ -66,6 +68,7 @@ class Run:
         self.out = Path(config.out)
         self.checkpoints = self.out / "checkpoints"
         self.progress = Progress(o.steps, quiet or rank != 0)
+        check_reports(config.report_to)
         self.identity = config.identity()
         start = None
         if self._find_checkpoint() is None and config.init_from is not None:
@@ -73,12 +76,13 @@ class Run:
 
         # One process reads all tokens once to compare them with their digests.
         data = config.data
-        shards = Shards(data.train, verify=rank == 0)
+        tokenizer = functools.cache(lambda: load_tokenizer(config.model.path))
+        shards = open_texts(data.train, tokenizer, verify=rank == 0)
         self.identity["data"]["train"] = identity.of_tokens(shards)
         self.batches = Batches(Sequences(shards, data.length, config.seed), data, config.seed)
         self.held_out: list[Batch] = []
         if data.held_out is not None:
-            held_out_shards = Shards(data.held_out, verify=rank == 0)
+            held_out_shards = open_texts(data.held_out, tokenizer, verify=rank == 0)
             self.identity["data"]["held_out"] = identity.of_tokens(held_out_shards)
             held_out = Sequences(held_out_shards, data.length, 0)
             self.held_out = [Batch.of(held_out[index]) for index in range(config.evaluate.sequences)]
@@ -94,7 +98,7 @@ class Run:
             self.close(failed=True)
             raise
 
-    def _set_up(self, shards: Shards, columns: list[str], start: Start | None) -> None:
+    def _set_up(self, shards: Shards | Documents, columns: list[str], start: Start | None) -> None:
         config, o, data, rank = self.config, self.config.optimizer, self.config.data, self.rank
         resume = self._find_checkpoint()
         self.trainee = Trainee(config, shards.punctuation, self.device, self.world, start if resume is None else None)
@@ -129,6 +133,7 @@ class Run:
             self.out.mkdir(parents=True, exist_ok=True)
             write_json(self.out / "config.json", config.to_json())
             self.log = Table(self.out / "log.csv", LOG, self.step)
+            self.reports = Reports(config.report_to, self.out, config.to_json(), self.step)
             self.evaluations = Table(self.out / "evaluations.csv", columns, self.step)
         trained = sum(p.numel() for p in parameters)
         all_parameters = sum(p.numel() for p in self.trainee.model.parameters())
@@ -149,6 +154,8 @@ class Run:
 
     def close(self, failed: bool = False) -> None:
         """Gives the folder free."""
+        if hasattr(self, "reports"):
+            self.reports.close()
         if self._lock is not None:
             self._lock.release(failed)
 
@@ -167,6 +174,7 @@ class Run:
             group["lr"] = rate
         batches = self.batches.of_step(self.step, o.batch, o.micro_batch, self.rank, self.world)
         (predicted,) = self._sum([sum(batch.predicted for batch in batches)])
+        predicted = max(1.0, predicted)  # a step may have questions only
         nll = torch.zeros((), dtype=torch.float64, device=self.device)
         divergence = torch.zeros_like(nll)
         for index, batch in enumerate(batches):
@@ -215,6 +223,7 @@ class Run:
             out |= {name: 100 * sum(scores) / len(scores) for name, scores in right.items()}
         if out and self.rank == 0:
             self.evaluations.add({"step": self.step, **{name: f"{value:.6g}" for name, value in out.items()}})
+            self.reports.add(self.step, {f"eval/{name}": value for name, value in out.items()})
             text = "  ".join(f"{name} {value:.4g}" for name, value in out.items())
             self.progress.say(f"step {self.step}: {text}")
         return out
@@ -273,6 +282,10 @@ class Run:
                     row = {"step": self.step, "tokens": self.tokens}
                     row |= {name: f"{value:.8g}" for name, value in values.items()}
                     self.log.add({**row, "tokens_per_second": f"{speed:.4g}"})
+                    self.reports.add(
+                        self.step,
+                        {f"train/{name}": one for name, one in {**values, "tokens_per_second": speed}.items()},
+                    )
                 self.progress.show(
                     self.step,
                     f"loss {values['loss']:.4f}  lr {values['learning_rate']:.2e}  "

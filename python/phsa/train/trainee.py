@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
+from .. import punctuation as punctuation_sets
 from ..hf import packed
 from ..hf.hook import find_decoder
-from ..hf.load import load_model
+from ..hf.load import load_model, load_tokenizer
 from ..hf.switch import set_attention
 from ..settings import ModelSettings
 from . import checkpoints, identity
@@ -81,6 +82,11 @@ class Trainee:
         self.device = device
         self.settings = config.attention.settings(config.data.length)
         self.dense = ModelSettings(self.settings.base.replace(policy="dense"))
+        name = self.settings.base.punctuation
+        sparse = self.settings.layers or self.settings.base.policy != "dense"
+        if sparse and name not in punctuation:
+            # Token folders bring the ids of the usual sets; of others the tokenizer tells.
+            punctuation = {**punctuation, name: punctuation_sets.ids(load_tokenizer(config.model.path), name)}
         self._punctuation = punctuation
         dtype = getattr(torch, config.model.dtype)
         full = config.lora is None
@@ -177,7 +183,7 @@ class Trainee:
         finally:
             self.model.train()
             self.attend(self.settings)
-        return float(total) / sum(batch.predicted for batch in batches)
+        return float(total) / max(1, sum(batch.predicted for batch in batches))
 
     def gather_gradients(self, now: bool) -> None:
         """Gradients of all micro-batches but a step's last need not meet those of the other processes."""
