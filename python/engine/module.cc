@@ -8,10 +8,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <new>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "eval/inspect_html.h"
 #include "eval/inspect_report.h"
+#include "io/model_store.h"
 #include "model.h"
 #include "phsa/error.h"
 
@@ -321,6 +324,14 @@ NB_MODULE(_engine, m) {
   nb::register_exception_translator(&Translate);
   ForgetThreadsInForkedChild();
   m.def("wait_for_all_inside", &WaitForAllInside);
+  // The file of a model that `phsa models` lists; None where no such model has that name.
+  m.def(
+      "packaged_model",
+      [](const std::string& name) -> std::optional<std::string> {
+        if (phsa::FindPackagedModel(name) == nullptr) return std::nullopt;
+        return phsa::ResolveModel(name).string();
+      },
+      "name"_a);
   nb::module_::import_("atexit").attr("register")(m.attr("wait_for_all_inside"));
   BindChoices(m);
   BindResults(m);

@@ -5,6 +5,7 @@ import numpy
 from numpy.typing import NDArray
 
 def wait_for_all_inside() -> None: ...
+def packaged_model(name: str) -> str | None: ...
 
 class AttentionChoice:
     def __init__(

@@ -6,13 +6,17 @@ contiguous slices that all of its queries share, and gathers the chosen blocks p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from .settings import Settings
+
+_Result = TypeVar("_Result")
 
 # infllm2-64: entry j covers tokens [16j, 16j + 32); block B takes the best of entries 4B-1 … 4B+3.
 _POOL_STRIDE = 16
@@ -70,6 +74,20 @@ class Blocks:
     def reads_all(self, block: int) -> bool:
         """Whether the queries of a block read everything: by position, never by call."""
         return self.below_dense(block) or self.candidate_end(block) - self.init_blocks <= self.top_k
+
+
+def _without_autocast(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """For a function of tensors on one device, that of the first: scores in bf16 would choose other blocks."""
+
+    @functools.wraps(function)
+    def wrapper(x: Tensor, *args: object) -> _Result:
+        kind = x.device.type
+        if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+            return function(x, *args)
+        with torch.autocast(kind, enabled=False):
+            return function(x, *args)
+
+    return wrapper
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -369,6 +387,7 @@ class Sequence:
         return slice(self.kv_start, self.kv_start + self.kv_len)
 
 
+@_without_autocast
 def write_reps(k: Tensor, flags: Tensor | None, reps: Tensor, seqs: list[Sequence], settings: Settings) -> None:
     """Writes the representatives of the blocks that the batch's queries complete."""
     blocks = Blocks.of(settings)
@@ -380,6 +399,7 @@ def write_reps(k: Tensor, flags: Tensor | None, reps: Tensor, seqs: list[Sequenc
             reps[seq.rep_start + first : seq.rep_start + end] = rows
 
 
+@_without_autocast
 def forward(
     q: Tensor,
     k: Tensor,
@@ -427,6 +447,7 @@ def forward(
                 lse[rows] = tile_lse.to(lse.dtype)
 
 
+@_without_autocast
 def backward(
     q: Tensor,
     k: Tensor,

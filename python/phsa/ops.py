@@ -8,10 +8,12 @@ devices, float64, other head sizes). Tensors are packed: queries are (tokens, q_
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
-from . import _library
+from . import _build, _library
 from .settings import GROUP_REDUCES, POLICIES, Settings, default_scale
 
 try:
@@ -22,7 +24,7 @@ except ImportError as error:
 
 from . import _fallback
 
-__all__ = ["backends", "phsa_attention", "representatives", "select"]
+__all__ = ["backends", "missing_kernels", "phsa_attention", "representatives", "select"]
 
 BACKENDS = ("auto", "cpu", "cuda", "torch")
 _HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -37,15 +39,29 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 @functools.cache
 def _load() -> str | None:
-    """Loads the operators' library. Returns None, or why it is not there."""
-    path = _library.find("libphsa_torch.so")
-    if path is None:
-        return f"libphsa_torch.so was not found (looked in {_library.searched()}); it is built where PyTorch is found"
+    """Loads the operators' library, and compiles it where the installation has none. Returns None, or why it is not
+    there."""
+    path = _library.find(_build.NAME)
     try:
+        if path is None:
+            path = _build.operators()
+            _library.load()  # what it needs, of whichever folder
         torch.ops.load_library(str(path))
+    except (_build.BuildError, _library.LibraryError) as error:
+        return str(error)
     except OSError as error:
         return f"{path} cannot be loaded: {error}"
     return None
+
+
+def missing_kernels() -> str | None:
+    """Why the kernels are not there and plain PyTorch runs instead, many times slower; None where they are."""
+    return _load()
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    warnings.warn(f"phsa: no kernels, plain PyTorch is many times slower: {reason}", stacklevel=2)
 
 
 def _kernel(name: str, device: torch.device, args: Sequence[object], outputs: Sequence[object]) -> None:
@@ -119,6 +135,8 @@ def _use_kernels(backend: str, q: Tensor, k: Tensor, settings: Settings, backwar
             raise ValueError(f"phsa_attention: the {backend} backend has {misfit}")
         if reason is not None:
             raise RuntimeError(f"phsa_attention: the {backend} backend is not there: {reason}")
+    elif misfit is None and reason is not None:
+        _warn(reason)
     return misfit is None and reason is None
 
 
@@ -188,8 +206,6 @@ def _sequences(
     keys = [kv_rows] if kv_lens is None else kv_lens.tolist()
     if len(queries) != len(keys):
         raise ValueError(f"phsa_attention: q_lens has {len(queries)} sequences and kv_lens {len(keys)}")
-    if not queries:
-        raise ValueError("phsa_attention: the batch has no sequence; allowed: 1 and up")
     if sum(queries) != q_rows:
         raise ValueError(f"phsa_attention: q has {q_rows} tokens, but the query lengths sum to {sum(queries)}")
     if kv_starts is None and sum(keys) != kv_rows:
@@ -269,6 +285,8 @@ def _run_forward(
     kernels = _use_kernels(backend, q, k, settings)
     outputs = _empty_outputs(q, k, settings.policy, settings.top_k, settings.group_reduce)
     out, lse, selection = (None, None, outputs[2]) if v is None else outputs
+    if q.shape[0] == 0:
+        return out, lse, selection
     if kernels:
         inputs = (_rows_contiguous(q), _rows_contiguous(k), None if v is None else _rows_contiguous(v), flags, reps)
         args = (*inputs, *_layout(seqs), *_native_settings(settings, lam), scale)
@@ -351,7 +369,7 @@ def _attention_backward(
     settings = _settings(policy, block, init, local, top_k, lam, group_reduce, dense_below)
     seqs = _sequences(q.shape[0], k.shape[0], q_lens, kv_lens)
     # The kernels differentiate whole sequences; a chunk's gradient (q_len < kv_len) is computed in PyTorch.
-    whole = all(seq.q_len == seq.kv_len for seq in seqs)
+    whole = q.shape[0] > 0 and all(seq.q_len == seq.kv_len for seq in seqs)
     if not whole or not _use_kernels(backend, q, k, settings, backward=True):
         return _fallback.backward(q, k, v, out, lse, selection, d_out, seqs, settings, scale)
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -382,6 +400,103 @@ def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None, d_selection: Tensor
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _refuse_derivative(what: str) -> None:
+    raise NotImplementedError(
+        f"phsa_attention has no {what}; allowed: first derivatives in reverse mode (backward, torch.func.grad, vjp, "
+        "jacrev)"
+    )
+
+
+class _Differentiable(torch.autograd.Function):
+    """The operator for eager PyTorch. What torch.library derives from an operator does not take part in torch.func's
+    transforms; a Function with a context of its own does."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _attention(*args)
+
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, selection, q_lens, kv_lens = ctx.saved_tensors
+        grads = _Gradient.apply(d_outputs[0], q, k, v, out, lse, selection, q_lens, kv_lens, *ctx.rest)
+        return (*grads, *([None] * (3 + len(ctx.rest))))
+
+    @staticmethod
+    def jvp(*args: Any) -> None:
+        _refuse_derivative("derivative in forward mode (jvp, jacfwd, hessian)")
+
+
+class _Gradient(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _attention_backward(*args)
+
+    @staticmethod
+    def setup_context(*args: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(*args: Any) -> None:
+        _refuse_derivative("second derivative")
+
+    @staticmethod
+    def jvp(*args: Any) -> None:
+        _refuse_derivative("derivative in forward mode (jvp, jacfwd, hessian)")
+
+
+def _fold(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """For vmap: the dimension that is mapped over becomes the first part of the rows."""
+    folded = []
+    for dim, tensor in zip(in_dims, tensors, strict=False):
+        if tensor is not None:
+            tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            tensor = tensor.flatten(0, 1)
+        folded.append(tensor)
+    return folded
+
+
+def _fold_lengths(size: int, dim: int | None, lengths: Tensor | None, rows: int) -> Tensor:
+    if dim is not None:
+        raise NotImplementedError(
+            "phsa_attention: vmap over lengths (cu_seqlens, q_lens, kv_lens); allowed: over q, k, v and flags"
+        )
+    one = torch.tensor([rows], dtype=torch.int32) if lengths is None else lengths
+    return one.repeat(size)
+
+
+def _rows_of(tensor: Tensor, dim: int | None) -> int:
+    return tensor.shape[0] if dim is None else tensor.movedim(dim, 0).shape[1]
+
+
+def _map_over(operator: Any, tensors: int, lengths: int, q: int, k: int) -> None:
+    """Registers how vmap goes over an operator: what it maps over becomes more sequences of one call.
+
+    tensors: how many arguments, the first ones, have a row per token; lengths: how many follow that have one per
+    sequence; q, k: the places of the queries and of the keys."""
+
+    @operator.register_vmap
+    def _(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+        size = info.batch_size
+        folded = _fold(size, in_dims, args[:tensors])
+        for place, like in zip(range(tensors, tensors + lengths), (q, k), strict=False):
+            rows = _rows_of(args[like], in_dims[like])
+            folded.append(_fold_lengths(size, in_dims[place], args[place], rows))
+        out = operator(*folded, *args[tensors + lengths :])
+        if isinstance(out, Tensor):
+            return out.unflatten(0, (size, out.shape[0] // size)), 0
+        return tuple(one.unflatten(0, (size, one.shape[0] // size)) for one in out), (0,) * len(out)
+
+
+_map_over(_attention, tensors=4, lengths=2, q=0, k=1)
+_map_over(_attention_backward, tensors=7, lengths=2, q=1, k=2)
 
 
 @torch.library.custom_op("phsa::attention_cached", mutates_args=("reps",))
@@ -535,19 +650,33 @@ def _(
     )
 
 
+_map_over(_represent, tensors=2, lengths=1, q=0, k=0)
+_map_over(_select, tensors=3, lengths=2, q=0, k=1)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What users call.
 
 
 def _lams(lam: float | Sequence[float], head_lambda: Sequence[float] | None, kv_heads: int) -> list[float]:
     lams = lam if head_lambda is None else head_lambda
-    if isinstance(lams, (int, float)):
+    if isinstance(lams, Real):
         return [float(lams)]
     if len(lams) not in (1, kv_heads):
         raise ValueError(
             f"phsa_attention: lambda lists {len(lams)} values; allowed: one, or one per KV head ({kv_heads})"
         )
     return [float(value) for value in lams]
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Under torch.autocast, the type that scaled_dot_product_attention would take x in."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not x.dtype.is_floating_point:
+        return x
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor | None, flags: Tensor | None) -> None:
@@ -592,6 +721,7 @@ def _take_lengths(
     cu_seqlens: Tensor | Sequence[int] | None,
     q_lens: Tensor | Sequence[int] | None,
     kv_lens: Tensor | Sequence[int] | None,
+    tokens: int,
 ) -> tuple[Tensor | None, Tensor | None]:
     if cu_seqlens is not None:
         if q_lens is not None or kv_lens is not None:
@@ -601,7 +731,17 @@ def _take_lengths(
         if starts.shape[0] < 2:
             raise ValueError("phsa_attention: cu_seqlens has fewer than 2 entries; allowed: sequences + 1")
         lengths = starts.diff()
-        return lengths, lengths
+        if not torch.compiler.is_compiling():
+            first, last = starts[[0, -1]].tolist()
+            if first != 0 or last != tokens:
+                raise ValueError(
+                    f"phsa_attention: cu_seqlens goes from {first} to {last}; allowed: from 0 to the number of tokens, "
+                    f"{tokens}"
+                )
+            return lengths, lengths
+        # A compiled graph cannot look at numbers: one that does not begin at 0 has other lengths for the queries than
+        # for the keys, which the operator refuses.
+        return torch.cat((starts[1:2], lengths[1:])), lengths
     if (q_lens is None) != (kv_lens is None):
         raise ValueError("phsa_attention: q_lens and kv_lens go together")
     return _as_lengths(q_lens, "q_lens"), _as_lengths(kv_lens, "kv_lens")
@@ -612,9 +752,7 @@ def _batch_lengths(x: Tensor) -> Tensor:
 
 
 def _flag_bytes(flags: Tensor | None) -> Tensor | None:
-    if flags is None:
-        return None
-    return flags.to(torch.uint8) if flags.dtype != torch.uint8 else flags
+    return None if flags is None else flags.to(torch.uint8).contiguous()
 
 
 class _Call:
@@ -640,17 +778,18 @@ class _Call:
                 f"phsa_attention: q has {q.dim()} dimensions; allowed: 3 (tokens, heads, head_dim) or "
                 "4 (batch, tokens, heads, head_dim)"
             )
+        q, k, v = _autocast(q), _autocast(k), None if v is None else _autocast(v)
         _check_tensors(q, k, v, flags)
         if backend not in BACKENDS:
             raise ValueError(f"phsa_attention: backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
         if scale is not None and not 0 < scale < float("inf"):
             raise ValueError(f"phsa_attention: scale is {scale}; allowed: a positive number")
         self.batch = q.shape[:-2] if q.dim() == 4 else None
-        self.q_lens, self.kv_lens = _take_lengths(cu_seqlens, q_lens, kv_lens)
+        if self.batch is not None and not (cu_seqlens is None and q_lens is None and kv_lens is None):
+            raise ValueError("phsa_attention: cu_seqlens, q_lens and kv_lens need 3-D tensors")
+        self.q_lens, self.kv_lens = _take_lengths(cu_seqlens, q_lens, kv_lens, q.shape[0])
         self.q, self.k, self.v, self.flags = q, k, v, _flag_bytes(flags)
         if self.batch is not None:
-            if self.q_lens is not None:
-                raise ValueError("phsa_attention: cu_seqlens, q_lens and kv_lens need 3-D tensors")
             if q.shape[0] != k.shape[0]:
                 raise ValueError(f"phsa_attention: q has a batch of {q.shape[0]}, k of {k.shape[0]}")
             self.q_lens, self.kv_lens = _batch_lengths(q), _batch_lengths(k)
@@ -695,7 +834,7 @@ def _make_settings(
     return Settings(
         policy=policy,
         top_k=top_k,
-        lam=lams if isinstance(lams, (int, float)) else tuple(lams),
+        lam=lams if isinstance(lams, Real) else tuple(lams),
         init=init,
         local=local,
         block=block,
@@ -749,8 +888,9 @@ def phsa_attention(
 
     Returns:
         The output, shaped as q, and the natural logarithm of the sum of the exponentials (tokens, q_heads) in f32
-        (f64 for f64), which carries no gradient. With return_selection also the chosen blocks, int32 (tokens, choosing
-        heads, slots), ascending, -1 beyond the last; there are min(top_k, blocks) slots.
+        (f64 for f64), which carries no gradient. Under torch.autocast the inputs are cast as those of
+        scaled_dot_product_attention are, and nothing inside is. With return_selection also the chosen blocks, int32
+        (tokens, choosing heads, slots), ascending, -1 beyond the last; there are min(top_k, blocks) slots.
 
         Gradients flow to q, k and v through the attention over the selected tokens, none through the selection.
     """
@@ -758,7 +898,8 @@ def phsa_attention(
     call = _Call(q, k, v, flags, settings, lam, head_lambda, scale, cu_seqlens, q_lens, kv_lens, backend)
     if call.q_lens is None and q.shape[0] != k.shape[0]:
         call.q_lens, call.kv_lens = _as_lengths([q.shape[0]], ""), _as_lengths([k.shape[0]], "")
-    out, lse, selection = _attention(call.q, call.k, call.v, call.flags, call.q_lens, call.kv_lens, *call.settings)
+    attention = _attention if torch.compiler.is_compiling() else _Differentiable.apply
+    out, lse, selection = attention(call.q, call.k, call.v, call.flags, call.q_lens, call.kv_lens, *call.settings)
     out, lse = call.batched(out), call.batched(lse)
     return (out, lse, call.batched(selection)) if return_selection else (out, lse)
 
@@ -790,7 +931,7 @@ def representatives(
     assert settings.block is not None
     with torch.no_grad():
         return _represent(
-            k, call.flags, call.kv_lens, policy, settings.block, _lams(lam, head_lambda, k.shape[1]), backend
+            call.k, call.flags, call.kv_lens, policy, settings.block, _lams(lam, head_lambda, k.shape[1]), backend
         )
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -456,14 +458,71 @@ def refused(message: str, config: Any, model: type) -> None:
         phsa.hf.enable(model(config), punctuation="none")
 
 
+WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
+
+
+@pytest.mark.parametrize("family", ["gemma3", "ministral"])
+def test_layers_with_a_window_keep_it_and_the_others_go_sparse(family: str) -> None:
+    values = {**TINY, **WINDOW}
+    if family == "ministral":
+        config, kind = transformers.MinistralConfig(**values), transformers.MinistralForCausalLM
+    else:
+        config = transformers.Gemma3TextConfig(**values, query_pre_attn_scalar=64)
+        kind = transformers.Gemma3ForCausalLM
+    torch.manual_seed(0)
+    model = kind(config).eval().to(torch.float64)
+    ids = tokens(1, 400)
+    dense = logits(model, ids)
+    phsa.hf.enable(model, **{**SMALL, "top_k": 4096})
+    assert_same(logits(model, ids), dense)
+    phsa.hf.enable(model, top_k=1, local=16)
+    sparse = logits(model, ids)
+    assert difference(sparse, dense) > 1e-3
+    # Padded, packed and with a cache as alone.
+    padded = torch.cat((torch.zeros(1, 30, dtype=torch.long), ids), dim=1)
+    mask = (torch.arange(430) >= 30).long()[None]
+    positions = (torch.arange(430) - 30).clamp(min=0)[None]
+    assert_same(logits(model, padded, attention_mask=mask, position_ids=positions)[:, 30:], sparse)
+    both = torch.cat((ids, ids), dim=1)
+    restart = torch.arange(400).repeat(2)[None]
+    assert_same(logits(model, both, position_ids=restart)[:, 400:], sparse)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(both, position_ids=restart, use_cache=True)
+    kwargs = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(ids, **kwargs), model.generate(ids, **kwargs, use_cache=False))
+    with pytest.raises(ValueError, match="layer 0, which attends within a window"):
+        phsa.hf.enable(model, layers={0: {"top_k": 2}})
+
+
+def test_a_static_cache_is_room_to_begin_with() -> None:
+    model = make_model()
+    ids = tokens(2, 300)
+    ids[1, :40] = 0
+    mask = (ids != 0).long()
+    kwargs = {"max_new_tokens": 6, "do_sample": False, "attention_mask": mask}
+    want = model.generate(ids, **kwargs)
+    assert torch.equal(model.generate(ids, **kwargs, cache_implementation="static"), want)
+    cache = StaticCache(config=model.config, max_cache_len=400)
+    with torch.no_grad():
+        model(ids[:1, :200], past_key_values=cache)
+        room = cache.layers[0].keys.data_ptr()
+        got = model(ids[:1, 200:], past_key_values=cache).logits
+    assert_same(got, logits(model, ids[:1])[:, 200:])
+    assert cache.layers[0].keys.data_ptr() == room
+    full = StaticCache(config=model.config, max_cache_len=400)
+    make_model(enabled=False)(ids[:1], past_key_values=full)
+    with pytest.raises(ValueError, match="static cache was filled while phsa was off"):
+        model(ids[:1, :1], past_key_values=full)
+
+
 def test_models_that_would_be_wrong_are_refused() -> None:
     values = {**TINY, "num_hidden_layers": 1}
     sliding = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}
-    refused("sliding_attention", Qwen3Config(**values, **sliding), Qwen3ForCausalLM)
+    refused("in all of its layers", Qwen3Config(**values, **sliding), Qwen3ForCausalLM)
     mistral = transformers.MistralConfig(**values, sliding_window=64)
     refused("sliding", mistral, transformers.MistralForCausalLM)
-    gemma = transformers.Gemma2Config(**values)
-    refused("sliding_attention|caps its attention", gemma, transformers.Gemma2ForCausalLM)
+    gemma = transformers.Gemma2Config(**{**values, "num_hidden_layers": 2})
+    refused("caps its attention", gemma, transformers.Gemma2ForCausalLM)
     gemma = transformers.Gemma2Config(**values, layer_types=["full_attention"])
     refused("caps its attention", gemma, transformers.Gemma2ForCausalLM)
     sinks = transformers.GptOssConfig(**values, layer_types=["full_attention"], num_local_experts=2)
@@ -510,15 +569,15 @@ def test_a_model_that_computes_something_else_is_found_out() -> None:
         ({"softcap": 30.0}, "caps its attention scores"),
         ({"s_aux": torch.zeros(4)}, "attention sinks"),
         ({"is_causal": False}, "not causal"),
-        ({"past_key_values": "static"}, "StaticCache; allowed: DynamicCache"),
+        ({"past_key_values": "quantized"}, "QuantizedCache; allowed: DynamicCache"),
         ({"past_key_values": "foreign"}, "filled while phsa was off"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_calls_that_would_be_wrong_are_refused(kwargs: dict, message: str) -> None:
     model = make_model()
-    if kwargs.get("past_key_values") == "static":
-        kwargs = {"past_key_values": StaticCache(config=model.config, max_cache_len=64)}
+    if kwargs.get("past_key_values") == "quantized":
+        kwargs = {"past_key_values": type("QuantizedCache", (DynamicCache,), {})()}
     elif kwargs.get("past_key_values") == "foreign":
         cache = DynamicCache(config=model.config)
         model.set_attn_implementation("sdpa")
@@ -542,3 +601,40 @@ def test_a_model_without_its_hook_says_so() -> None:
     model.config._attn_implementation_internal = "phsa"
     with pytest.raises(RuntimeError, match=r"phsa\.hf\.enable"):
         model(tokens(1, 40))
+
+
+def test_a_model_that_carries_settings_warns_where_they_are_not_used(tmp_path: Path) -> None:
+    make_model(dtype=torch.float32).save_pretrained(tmp_path / "model")
+    ids = tokens(1, 20)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with pytest.warns(UserWarning, match="carries phsa's attention settings .* runs with sdpa"):
+        plain(ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain(ids)
+        phsa.hf.enable(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), check=False)(ids)
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="phsa")(ids)
+        phsa.hf.disable(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))(ids)
+
+
+@pytest.mark.parametrize("name", ["default", "other"])
+def test_an_adapter_saved_by_peft_keeps_the_settings(tmp_path: Path, name: str) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(make_model(), lora, adapter_name=name)
+    ids = tokens(1, 600)
+    want = logits(model, ids)
+    model.save_pretrained(tmp_path)
+    folder = tmp_path if name == "default" else tmp_path / name
+    settings = json.loads((folder / "phsa.json").read_text())
+    assert (settings["attention"], settings["top_k"], settings["lambda"]) == ("phsa", 3, 0.5)
+    again = peft.PeftModel.from_pretrained(make_model(enabled=False), folder)
+    assert phsa.hf.settings_of(again).to_json() == settings
+    with pytest.warns(UserWarning, match="carries phsa's attention settings"):
+        assert_other(logits(again, ids), want)
+    assert_same(logits(phsa.hf.enable(again), ids), want)
+    # A model with settings of its own keeps them; one without any is saved without.
+    other = phsa.hf.enable(make_model(enabled=False), **{**SMALL, "top_k": 5})
+    assert phsa.hf.settings_of(peft.PeftModel.from_pretrained(other, folder)).base.top_k == 5
+    peft.get_peft_model(make_model(enabled=False), lora).save_pretrained(tmp_path / "plain")
+    assert not (tmp_path / "plain/phsa.json").exists()

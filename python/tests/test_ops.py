@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -12,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import phsa
-from phsa import Settings, _fallback, ops
+from phsa import Settings, _build, _fallback, _library, ops
 
 BACKENDS = ["cpu", "torch"]
 # The kernels have no float64; where PyTorch is tested, it leaves no room for near ties to turn.
@@ -393,6 +397,98 @@ def operator_arguments(backend: str, grad: bool) -> tuple:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_casts_the_inputs_as_sdpa_does_and_nothing_inside(backend: str) -> None:
+    q, k, v, flags = make(600)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        sdpa = torch.nn.functional.scaled_dot_product_attention(q[None], q[None], q[None])
+        out, lse, chosen = ops.phsa_attention(*inputs, flags, **SMALL, return_selection=True, backend=backend)
+        selection, _ = ops.select(q, k, flags, **SMALL, backend=backend)
+        # What RoPE leaves in f32 and what is in the lower type already go together.
+        mixed, _ = ops.phsa_attention(q, k, v.bfloat16(), flags, **SMALL, backend=backend)
+        exact, _ = ops.phsa_attention(*(x.double() for x in (q, k, v)), flags, **SMALL, backend="torch")
+    assert out.dtype == sdpa.dtype == torch.bfloat16 and lse.dtype == torch.float32 and exact.dtype == torch.float64
+    low = [x.bfloat16().requires_grad_() for x in (q, k, v)]
+    want, want_lse, want_chosen = ops.phsa_attention(*low, flags, **SMALL, return_selection=True, backend=backend)
+    assert torch.equal(chosen, want_chosen) and torch.equal(selection, want_chosen)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse) and torch.equal(mixed, want)
+    d_out = torch.randn_like(out)
+    with torch.autocast("cpu", torch.bfloat16):
+        grads = torch.autograd.grad(out, inputs, d_out)
+    for got, theirs in zip(grads, torch.autograd.grad(want, low, d_out), strict=True):
+        assert got.dtype == torch.float32 and torch.equal(got.bfloat16(), theirs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_tokens_have_a_gradient(backend: str) -> None:
+    for q_shape, kv_shape in (((0, 4), (0, 2)), ((0, 4), (50, 2)), ((0, 30, 4), (0, 30, 2)), ((3, 0, 4), (3, 0, 2))):
+        q, k, v = (torch.randn(*shape, 64, requires_grad=True) for shape in (q_shape, kv_shape, kv_shape))
+        out, _ = ops.phsa_attention(q, k, v, **SMALL, backend=backend)
+        out.sum().backward()
+        for x in (q, k, v):
+            assert x.grad.shape == x.shape and not x.grad.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_flags_and_numpy_scalars_are_taken(backend: str) -> None:
+    q, k, v, flags = make(200)
+    want, _ = ops.phsa_attention(q, k, v, flags, **SMALL, scale=0.25, backend=backend)
+    strided = flags.repeat_interleave(2).bool()[::2]
+    scalars = {
+        "top_k": np.int64(2),
+        "lam": np.float32(0.6),
+        "init": np.int32(16),
+        "local": np.uint8(32),
+        "scale": np.float32(0.25),
+        "cu_seqlens": np.array([0, 200]),
+    }
+    got, _ = ops.phsa_attention(q, k, v, strided, **scalars, backend=backend)
+    torch.testing.assert_close(got, want)
+    assert Settings(top_k=np.int16(4), lam=(np.float32(0.5), 1)).to_json()["lambda"] == [0.5, 1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_transforms_of_torch_func_work_or_are_refused_by_name(backend: str) -> None:
+    q, k, v, flags = make(150, dtype=DTYPE[backend])
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, flags: Tensor = flags) -> Tensor:
+        return ops.phsa_attention(q, k, v, flags, **SMALL, backend=backend)[0].square().sum()
+
+    loss(*inputs).backward()
+    for got, x in zip(torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v), inputs, strict=True):
+        assert torch.equal(got, x.grad)
+    # A dimension that is mapped over is a batch, which has one call; what is not mapped is shared.
+    batch = [torch.stack((x, x.flip(0), 2 * x), dim) for x, dim in ((q, 0), (k, 1))]
+    turned = torch.stack((flags, flags.flip(0), 1 - flags))
+    mapped = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, 1, None, 0))(*batch, v, turned)
+    for index in range(3):
+        alone = torch.func.grad(loss, argnums=(0, 1))(batch[0][index], batch[1][:, index], v, turned[index])
+        for got, want in zip(mapped, alone, strict=True):
+            torch.testing.assert_close(got[index], want)
+    chosen = torch.func.vmap(lambda q: ops.select(q, k, flags, **SMALL, backend=backend)[0])(batch[0])
+    assert torch.equal(chosen[1], ops.select(batch[0][1], k, flags, **SMALL, backend=backend)[0])
+    reps = torch.func.vmap(lambda k: ops.representatives(k, flags, backend=backend), in_dims=1)(batch[1])
+    assert torch.equal(reps[2], ops.representatives(batch[1][:, 2], flags, backend=backend))
+    with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
+        torch.func.jvp(loss, (q, k, v), (q, k, v))
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.func.grad(lambda q: torch.func.grad(loss)(q, k, v).sum())(q)
+
+
+def test_a_compiled_graph_refuses_sequences_that_do_not_begin_at_0() -> None:
+    q, k, v, _ = make(100)
+    compiled = torch.compile(
+        lambda starts: ops.phsa_attention(q, k, v, **SMALL, cu_seqlens=starts)[0], fullgraph=True, backend="eager"
+    )
+    assert torch.equal(
+        compiled(torch.tensor([0, 60, 100])), ops.phsa_attention(q, k, v, **SMALL, cu_seqlens=[0, 60, 100])[0]
+    )
+    with pytest.raises(ValueError, match="lengths sum to 120"):
+        compiled(torch.tensor([20, 60, 120]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck(backend: str) -> None:
     args = operator_arguments(backend, True)
     torch.library.opcheck(torch.ops.phsa.attention.default, args)
@@ -494,7 +590,9 @@ def test_works_in_data_loader_workers() -> None:
         ({"group_reduce": "mean"}, "allowed: sum, max, none"),
         ({"scale": -1.0}, "scale is -1.0"),
         ({"backend": "gpu"}, "allowed: auto, cpu, cuda, torch"),
-        ({"cu_seqlens": [0, 50]}, "sum to 50"),
+        ({"cu_seqlens": [0, 50]}, "from 0 to 50; allowed: from 0 to the number of tokens, 100"),
+        ({"cu_seqlens": [20, 60, 120]}, "from 20 to 120; allowed: from 0"),
+        ({"cu_seqlens": torch.tensor([1, 100])}, "from 1 to 100; allowed: from 0"),
         ({"cu_seqlens": [0, 70, 60, 100]}, "sequence 1"),
         ({"cu_seqlens": [0]}, "sequences \\+ 1"),
         ({"cu_seqlens": torch.tensor([0.0, 100.0])}, "int32"),
@@ -601,6 +699,52 @@ def test_the_package_says_what_is_missing_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "phsa.ops needs PyTorch" in done.stdout
+
+
+def test_the_operators_are_compiled_at_first_use_where_the_installation_has_none(tmp_path: Path) -> None:
+    library = _library.find("libphsa.so")
+    assert library is not None
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / f"libphsa.so.{_library.ABI_VERSION}").symlink_to(library.resolve())
+    code = (
+        "import torch; from phsa import ops; torch.manual_seed(0)\n"
+        "q = torch.randn(300, 2, 64)\n"
+        "same = [ops.phsa_attention(q, q, q, top_k=1, init=16, local=16, backend=b)[0] for b in ('cpu', 'torch')]\n"
+        "torch.testing.assert_close(*same)\n"
+        "print(ops.backends()[0], ops.missing_kernels())\n"
+    )
+    env = {**os.environ, "PHSA_LIBRARY_PATH": str(tmp_path / "lib"), "PHSA_CACHE": str(tmp_path / "cache")}
+    env |= {"PYTHONPATH": str(Path(phsa.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    env.pop("PHSA_TORCH", None)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout == "cpu None\n" and "compiling the PyTorch operators, once" in done.stderr, done.stderr
+    (built,) = (tmp_path / "cache/torch").glob("*/libphsa_torch.so")
+    assert built.stat().st_mode & 0o777 == 0o755
+
+
+def test_without_kernels_the_reason_is_said_once_and_pytorch_runs(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("PHSA_CACHE", str(tmp_path))
+    monkeypatch.delenv("PHSA_TORCH", raising=False)
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(_build.BuildError, match=r"cannot be compiled \(no message\); all of it is in .*/log"):
+        _build.operators()
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(_build.BuildError, match="no C\\+\\+ compiler: install one"):
+        _build.operators()
+    monkeypatch.setenv("PHSA_TORCH", "off")
+    with pytest.raises(_build.BuildError, match="PHSA_TORCH is OFF"):
+        _build.operators()
+    monkeypatch.setattr(ops, "_load", lambda: "there is no compiler")
+    ops._warn.cache_clear()
+    q, k, v, flags = make(60)
+    with pytest.warns(UserWarning, match="plain PyTorch is many times slower: there is no compiler"):
+        ops.phsa_attention(q, k, v, flags, **SMALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops.phsa_attention(q, k, v, flags, **SMALL)
+    with pytest.raises(RuntimeError, match="the cpu backend is not there: there is no compiler"):
+        ops.phsa_attention(q, k, v, flags, **SMALL, backend="cpu")
 
 
 def test_targets_can_be_listed_and_chosen() -> None:

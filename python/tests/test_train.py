@@ -2,30 +2,36 @@
 go on."""
 
 import csv
+import importlib.machinery
+import importlib.util
 import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_model import write_model
 from token_shards import write_documents
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from phsa.hf import niah, packed, settings_of
+from phsa.hf import load, niah, packed, settings_of
 from phsa.train import checkpoints, loop, lora, loss
 from phsa.train.batches import Batch, Batches, repeat_passages
 from phsa.train.config import Config, ConfigError, Data, Lora, read
 from phsa.train.shards import Sequences, Shards
+from phsa.train.texts import open_texts
 from phsa.train.trainee import fuse_norms
 
 CPU = torch.device("cpu")
@@ -391,6 +397,77 @@ def test_answers_read_together_are_those_read_alone(folder):
     assert alone == together and len(set(alone)) > 1
 
 
+# Texts ----------------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_chat_the_answers_are_learned_and_the_rest_is_read(folder, tmp_path):
+    tokenizer = load.load_tokenizer(str(folder / "model"))
+    talk = [
+        {"role": "user", "content": "How many legs?"},
+        {"role": "assistant", "content": "Six."},
+        {"role": "user", "content": "And wings?"},
+        {"role": "assistant", "content": "Four, mostly."},
+    ]
+    records = [
+        {"messages": talk},
+        {"prompt": talk[:3], "completion": talk[3:]},
+        {"prompt": "Bees are", "completion": " insects"},
+        {"text": "All of it."},
+    ]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    texts = open_texts(str(path), lambda: tokenizer, True)
+    learned = []
+    for number in range(texts.documents):
+        begin, end = texts.offsets[number : number + 2].tolist()
+        batch = Batch.of([texts.piece(begin, end - begin)])
+        assert (batch.tokens >= 0).all() and batch.predicted == int((batch.labels != loss.IGNORED).sum())
+        learned.append(tokenizer.decode(batch.labels[batch.labels != loss.IGNORED]))
+        if number == 0:
+            assert batch.tokens[0].tolist() == tokenizer.apply_chat_template(talk, return_dict=False)
+    end = "<|im_end|>"
+    assert learned == [f"Six.{end}\nFour, mostly.{end}\n", f"Four, mostly.{end}\n", f" insects{end}", f"ll of it.{end}"]
+    for line, message in (("[1]", "not an object"), ('{"x": 1}', "it has x; allowed: input_ids"), ("{", "not JSON")):
+        path.write_text(line + "\n")
+        with pytest.raises(ValueError, match=rf"chat.jsonl, (line|record) 1: {message}"):
+            open_texts(str(path), lambda: tokenizer, True)
+
+
+def test_datasets_that_were_tokenized_or_packed_are_taken(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = {"input_ids": [[1, 2, 3, 4, 5], [6, 7]], "completion_mask": [[0, 0, 1, 1, 1], [0, 1]]}
+    datasets.Dataset.from_dict({**rows, "seq_lengths": [[2, 3], [2]]}).save_to_disk(tmp_path / "rows")
+    texts = open_texts(str(tmp_path / "rows"), lambda: None, True)
+    assert texts.offsets.tolist() == [0, 2, 5, 7] and texts.vocab_size == 8
+    assert texts.piece(0, 7).tolist() == [~1, ~2, 3, 4, 5, ~6, 7]
+    datasets.Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[-100, -100]]}).save_to_disk(tmp_path / "none")
+    with pytest.raises(ValueError, match="nothing to learn"):
+        open_texts(str(tmp_path / "none"), lambda: None, True)
+
+
+def test_a_chat_is_trained_with_settings_by_layer_and_reported(folder, tmp_path, monkeypatch):
+    talk = [{"role": "user", "content": "One, two; three?"}, {"role": "assistant", "content": "Four. " * 40}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    said = []
+    run = types.SimpleNamespace(log=lambda values, step: said.append((step, values)), finish=lambda: said.append("end"))
+    wandb = types.ModuleType("wandb")
+    wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    wandb.init = lambda **options: said.append(options["name"]) or run
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    path = configure(folder, tmp_path / "run")
+    data = (f"data.train={tmp_path / 'chat.jsonl'}", f"data.held_out={tmp_path / 'chat.jsonl'}", "optimizer.batch=1")
+    more = ("attention.top_k=3", "attention.punctuation=sentence", 'attention.layers.1={ policy = "dense" }')
+    train(path, *data, *more, "optimizer.steps=2", "evaluate.sequences=1", 'report_to=["wandb"]')
+    saved = json.loads((tmp_path / "run/final/phsa.json").read_text())
+    assert (saved["top_k"], saved["punctuation"], saved["layers"]) == (3, "sentence", {"1": {"attention": "dense"}})
+    assert said[0] == "run" and said[-1] == "end"
+    assert said[1][0] == 1 and said[1][1]["train/loss"] == pytest.approx(losses(tmp_path / "run")[0])
+    assert said[3][0] == 2 and said[3][1]["eval/held_out_loss"] > 0
+    with pytest.raises(ConfigError, match="report_to has 'tensorboard', which is not installed here: pip install"):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        train(path, 'report_to=["tensorboard"]')
+
+
 # Stopping and going on ------------------------------------------------------------------------------------------------
 
 
@@ -442,6 +519,7 @@ def test_two_processes_reproduce_one_and_take_over_from_it(folder, tmp_path, who
         values = run._one_step()
         run.log.add({"step": run.step, **values})
     run.save_checkpoint()
+    run.close()
     done = run_command(path, processes=2)
     assert done.returncode == 0, done.stderr
     assert "going on from" in done.stderr
@@ -490,6 +568,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(folder,
     )
     assert done.returncode == 1
     assert re.search(r"phsa: step \d+: the .* is (nan|inf)\. The weights of this step were not taken", done.stderr)
+    assert f'init_from = "{tmp_path / "run"}"' in done.stderr
     assert len(checkpoints.complete(tmp_path / "run/checkpoints")) >= 1
     assert not (tmp_path / "run/final").exists()
 
@@ -522,6 +601,7 @@ def test_a_checkpoint_that_was_cut_is_refused_by_name(folder, tmp_path):
     run.save_checkpoint()
     (file,) = (tmp_path / "run/checkpoints/step-00000001").glob("*.distcp")
     file.write_bytes(file.read_bytes()[:1000])
+    run.close()
     with pytest.raises(checkpoints.CheckpointError, match=r"step-00000001 cannot be read .* remove this folder"):
         loop.Run(read(path), device=CPU, quiet=True)
 
@@ -540,6 +620,81 @@ def test_another_configuration_does_not_continue_a_run(folder, whole_run):
         loop.Run(read(path, ["attention.top_k=4"]), device=CPU, quiet=True)
 
 
+def test_another_model_or_other_tokens_do_not_continue_a_run(folder, tmp_path, whole_run):
+    path = configure(folder, whole_run)
+    documents = [np.arange(1, 200), np.arange(50, 300)]
+    write_documents(tmp_path / "tokens", [documents], 400)
+    with pytest.raises(ConfigError, match=r"another data.train \(data.train was '\w+' and is '\w+'\).*init_from"):
+        loop.Run(read(path, [f"data.train={tmp_path / 'tokens'}"]), device=CPU, quiet=True)
+    with pytest.raises(ConfigError, match=r"another data.held_out"):
+        loop.Run(read(path, [f"data.held_out={tmp_path / 'tokens'}"]), device=CPU, quiet=True)
+    # The same shape, one value in another place.
+    shutil.copytree(folder / "model", tmp_path / "model")
+    loop.Run(read(path, [f"model.path={tmp_path / 'model'}"]), device=CPU, quiet=True).close()
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1.01
+    save_file(tensors, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"another model.weights"):
+        loop.Run(read(path, [f"model.path={tmp_path / 'model'}"]), device=CPU, quiet=True)
+
+
+def test_two_trainers_do_not_write_into_one_folder(folder, tmp_path):
+    path = configure(folder, tmp_path / "run")
+    first = loop.Run(read(path), device=CPU, quiet=True)
+    with pytest.raises(ConfigError, match="another trainer is at work in"):
+        loop.Run(read(path), device=CPU, quiet=True)
+    first.close()
+    loop.Run(read(path), device=CPU, quiet=True).close()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["adapter", "all weights"])
+def test_a_run_begins_with_the_weights_of_another(folder, tmp_path, whole, whole_run):
+    first = whole_run
+    if whole:
+        first = tmp_path / "first"
+        path = configure(folder, first)
+        path.write_text(path.read_text().replace("[lora]\nrank = 4\n", ""))
+        train(path, "optimizer.steps=2", "checkpoint.every=2")
+    with (first / "evaluations.csv").open(newline="") as file:
+        (reached,) = [row["held_out_loss"] for row in csv.DictReader(file)]
+    for number, source in enumerate((first, first / "final")):
+        path = configure(folder, tmp_path / f"next{number}")
+        if whole:
+            path.write_text(path.read_text().replace("[lora]\nrank = 4\n", ""))
+        run = loop.Run(read(path, [f"init_from={source}", "optimizer.learning_rate=0.003"]), device=CPU, quiet=True)
+        assert run.step == 0 and run.evaluate()["held_out_loss"] == pytest.approx(float(reached), rel=1e-5)
+        run._one_step()
+        run.save_checkpoint()
+        run.close()
+        # From here on its own checkpoint counts, and the other run is not read again.
+        again = loop.Run(read(path, [f"init_from={source}", "optimizer.learning_rate=0.003"]), device=CPU, quiet=True)
+        assert again.step == 1
+        again.close()
+    with pytest.raises(ConfigError, match=r"init_from was .* and is None"):
+        loop.Run(read(path, ["optimizer.learning_rate=0.003"]), device=CPU, quiet=True)
+    path = configure(folder, tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"which trained .*; this run trains an adapter of rank 8"):
+        train(path, f"init_from={first}", "lora.rank=8")
+    with pytest.raises(ConfigError, match=r"init_from is .*; allowed: the folder of a run"):
+        train(path, f"init_from={tmp_path}")
+
+
+def test_a_tied_output_is_saved_once(folder, tmp_path):
+    path = configure(folder, tmp_path / "run")
+    path.write_text(path.read_text().replace("[lora]\nrank = 4\n", "").replace("float32", "bfloat16"))
+    model = write_model(tmp_path / "model", layers=1, tied=True)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        train(path, "optimizer.steps=1", f"model.path={tmp_path / 'model'}")
+    finally:
+        dist.destroy_process_group()
+    saved = load_file(tmp_path / "run/final/model.safetensors")
+    assert "lm_head.weight" not in saved and sum(tensor.numel() for tensor in saved.values()) == count
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "run/final")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
 def test_a_longer_sequence_than_the_context_is_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"data.length is 1024; the model's context is 512 tokens"):
         train(configure(folder, tmp_path / "run"), "data.length=1024")
@@ -549,11 +704,13 @@ def test_a_longer_sequence_than_the_context_is_refused(folder, tmp_path):
     "change, message",
     [
         ("attention.topk=2", r"\[attention\] has the key 'topk'; allowed: method, top_k, lambda"),
-        ("attention.top_k=3", "attention.top_k is 3; allowed: 0, 1, 2, 4, 8, 16"),
+        ("attention.top_k=-1", "top_k is -1; allowed: 0 to 65536"),
+        ("attention.layers=3", "attention.layers is 3; allowed: tables by layer"),
+        ("attention.layers.0.topk=3", "a setting is 'topk'; allowed: policy"),
+        ('report_to=["mlflow"]', "report_to is 'mlflow'; allowed: tensorboard, wandb"),
         ("attention.top_k=true", "attention.top_k is True; allowed: a whole number"),
         ("attention.method=sparse", "attention.method is 'sparse'; allowed: dense, infllm2, phsa"),
         ("attention.lambda=2.0", "lam is 2.0; allowed: a number from 0 to 1"),
-        ("attention.punctuation=zh", "attention.punctuation is 'zh'; allowed: en, en"),
         ("optimizer.steps=0", "optimizer.steps is 0; allowed: 1 and up"),
         ("lora=16", r"lora is 16; allowed: a table \[lora\]"),
         ("model.path=", "model.path is missing"),
@@ -586,3 +743,13 @@ def test_the_learning_rate_warms_up_and_falls_as_a_cosine():
 def test_a_plot_is_drawn_where_there_is_matplotlib(folder, tmp_path, whole_run):
     pytest.importorskip("matplotlib")
     assert (whole_run / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_name_of_phsa_models_is_a_model(monkeypatch, tmp_path):
+    monkeypatch.setenv("PHSA_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="run `phsa models fetch smollm2-135m`"):
+        load._where("smollm2-135m")
+    monkeypatch.setattr(load, "_packaged", {"smollm2-135m": str(tmp_path / "smollm2.gguf"), "gpt2": None}.get)
+    (tmp_path / "smollm2.gguf").touch()
+    assert load._where("smollm2-135m") == (str(tmp_path), {"gguf_file": "smollm2.gguf"})
+    assert load._where("gpt2") == ("gpt2", {}) and load._where("org/name") == ("org/name", {})

@@ -36,7 +36,13 @@ def write_tokenizer(folder: Path) -> int:
 
 
 def write_model(
-    folder: Path, *, layers: int = 2, hidden: int = 128, kv_heads: int = 1, context: int = 512
+    folder: Path,
+    *,
+    layers: int = 2,
+    hidden: int = 128,
+    kv_heads: int = 1,
+    context: int = 512,
+    tied: bool = False,
 ) -> LlamaForCausalLM:
     folder.mkdir(parents=True, exist_ok=True)
     first = write_tokenizer(folder)
@@ -52,6 +58,7 @@ def write_model(
         bos_token_id=first,
         eos_token_id=first + 2,
         initializer_range=0.15,
+        tie_word_embeddings=tied,
     )
     torch.manual_seed(7)
     model = LlamaForCausalLM(config).eval()

@@ -28,10 +28,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..settings import PUNCTUATION_SETS, AttentionSettings, ModelSettings, read_settings, resolve
+from . import adapters
 from .attention import attention_function, mask_function
 from .cache import PhsaLayer
 from .checks import check_config, check_outputs
-from .hook import ForwardHook, context_of, find_decoder, punctuation_ids, settings_from_config
+from .hook import ForwardHook, context_of, find_decoder, punctuation_ids, settings_from_config, warn_where_unused
 
 __all__ = ["PhsaLayer", "disable", "enable", "settings_of"]
 
@@ -162,6 +163,9 @@ def _check_layers(settings: ModelSettings, config: transformers.PreTrainedConfig
     for layer in settings.layers:
         if layer >= count:
             raise ValueError(f"settings: layers has layer {layer}; this model has 0 to {count - 1}")
+        kinds = getattr(config, "layer_types", None) or ()
+        if layer < len(kinds) and kinds[layer] == "sliding_attention":
+            raise ValueError(f"settings: layers has layer {layer}, which attends within a window and keeps it")
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     for one in (settings.base, *settings.layers.values()):
         if isinstance(one.lam, tuple) and len(one.lam) not in (1, heads):
@@ -175,6 +179,9 @@ def _attach_when_asked(method: Callable) -> Callable:
     @functools.wraps(method)
     def wrapper(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
+        carries = getattr(self.config, "phsa", None) and method.__name__ == "post_init"
+        if carries and self.config._attn_implementation != NAME and find_decoder(self) is self:
+            warn_where_unused(self)
         if self.config._attn_implementation == NAME:
             decoder = find_decoder(self)
             if decoder.config._attn_implementation == NAME and ForwardHook.attached(decoder) is None:
@@ -189,6 +196,7 @@ def _attach_when_asked(method: Callable) -> Callable:
 def _register() -> None:
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, mask_function)
+    adapters.register()
     for name in ("post_init", "set_attn_implementation"):
         method = getattr(PreTrainedModel, name)
         if not hasattr(method, "_phsa"):

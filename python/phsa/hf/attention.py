@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.masking_utils import causal_mask_function
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from .. import ops
 from .._fallback import Blocks
 from ..settings import ModelSettings, Settings, default_scale
-from .cache import PhsaLayer
+from .cache import PhsaLayer, is_static
 
 
 @dataclass
@@ -87,7 +88,7 @@ def make_batch(
     backend: str,
     flags: Tensor | None,
     cache: Cache | None,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | dict[str, Tensor | None] | None,
     position_ids: Tensor | None,
     cu_seq_lens: Tensor | None,
     rows: int,
@@ -95,10 +96,15 @@ def make_batch(
 ) -> Batch:
     past = 0 if cache is None else int(cache.get_seq_length())
     kv_len = past + q_len
-    if isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.dim() != 2):
+    if isinstance(attention_mask, dict):
+        # generate() makes the masks of a static cache itself, by kind of layer; mask_function is where they came from.
+        attention_mask = attention_mask["full_attention"]
+    if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
             "phsa: the attention mask is not 2-D (batch, tokens); other masks than padding are not supported"
         )
+    if attention_mask is not None and is_static(cache):
+        attention_mask = attention_mask[:, :kv_len]  # generate() makes it as long as the whole cache
     if attention_mask is not None and attention_mask.shape != (rows, kv_len):
         raise ValueError(
             f"phsa: the attention mask has the shape {tuple(attention_mask.shape)}; {past} cached and {q_len} new "
@@ -145,10 +151,21 @@ def mask_function(
     **kwargs: object,
 ) -> Tensor | None:
     """The mask for transformers' mask interface: padding only. The batch has it already, so it need not be made; but
-    this is where a model says what else it would mask, and what is not causal must be refused."""
+    this is where a model says what else it would mask, and what is not causal must be refused. Layers that attend
+    within a window keep their own attention, and so their own mask."""
     if local_size is not None:
-        raise ValueError(
-            f"phsa: this model attends within a window of {local_size} tokens, which phsa does not support"
+        return sdpa_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            local_size=local_size,
+            use_vmap=use_vmap,
+            device=device,
+            **kwargs,
         )
     if use_vmap:
         raise ValueError("phsa: this model brings a mask of its own, which phsa does not support")
@@ -161,8 +178,20 @@ def mask_function(
     return attention_mask
 
 
+def windowed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+) -> tuple[Tensor, None]:
+    """A layer that attends within a window reads little as it is: it stays as the model has it."""
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling)
+
+
 _REFUSED = {
-    "sliding_window": "attends within a sliding window",
     "softcap": "caps its attention scores",
     "s_aux": "has attention sinks",
     "position_bias": "adds a bias to its attention scores",
@@ -203,12 +232,15 @@ def attention_function(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The attention for transformers' attention interface. query: (batch, heads, tokens, head_dim)."""
-    _refuse(module, dropout, is_causal, kwargs)
+    window = kwargs.get("sliding_window")
+    _refuse(module, dropout if window is None else 0.0, is_causal, kwargs)
     if phsa_batch is None:
         raise RuntimeError(
             "phsa: the model's forward hook did not run, so there are no punctuation flags. Call "
             "phsa.hf.enable(model) on the model that is used"
         )
+    if window is not None:
+        return windowed(module, *_same_type(query, key, value), attention_mask, scaling, dropout)
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
         raise ValueError("phsa: the attention mask is not 2-D (batch, tokens); other masks are not supported")
     if value.shape[-1] != query.shape[-1]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from .. import ops
 from .._fallback import Blocks
@@ -21,6 +21,8 @@ class PhsaLayer(DynamicLayer):
     keys, values: (batch, kv_heads, tokens, head_dim); flags: (batch, tokens) or None where they are not known;
     reps: (batch, rows, kv_heads, width), of which those of the first `rep_tokens` columns are valid.
     """
+
+    least_room = 64  # tokens
 
     def __init__(self, **kwargs: object) -> None:
         super().__init__(**kwargs)
@@ -42,6 +44,15 @@ class PhsaLayer(DynamicLayer):
         out.__dict__.update(layer.__dict__)
         return out
 
+    @staticmethod
+    def take_static(layer: StaticLayer) -> PhsaLayer:
+        """Takes the place of an empty layer of a fixed length."""
+        if layer.get_seq_length() > 0:
+            raise ValueError("phsa: the static cache was filled while phsa was off; start with an empty cache")
+        out = PhsaLayer()
+        out.least_room = layer.max_cache_len
+        return out
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
@@ -56,7 +67,7 @@ class PhsaLayer(DynamicLayer):
         tokens = past + key_states.shape[-2]
         if past == 0 or not self._has_room(tokens):
             self._room = tuple(
-                new.new_empty((*new.shape[:2], tokens + max(64, tokens // 8), new.shape[-1]))
+                new.new_empty((*new.shape[:2], max(self.least_room, tokens + max(64, tokens // 8)), new.shape[-1]))
                 for new in (key_states, value_states)
             )
             if past > 0:
@@ -164,21 +175,29 @@ class PhsaLayer(DynamicLayer):
             self._select(torch.arange(batch)[torch.as_tensor(indices).cpu()])
 
 
+def is_static(cache: Cache | None) -> bool:
+    return isinstance(cache, StaticCache)
+
+
 def adopt(cache: Cache) -> Cache:
-    """Makes a cache carry flags and representatives, in place."""
-    if type(cache) is not DynamicCache:
+    """Makes a cache carry flags and representatives, in place. One of a fixed length keeps it as the room that it
+    begins with. Layers that attend within a window stay as they are."""
+    if type(cache) not in (DynamicCache, StaticCache):
         raise ValueError(
-            f"phsa: the cache is a {type(cache).__name__}; allowed: DynamicCache (the default of generate), because "
-            "flags and representatives must move with the keys"
+            f"phsa: the cache is a {type(cache).__name__}; allowed: DynamicCache (the default of generate) and "
+            "StaticCache, because flags and representatives must move with the keys"
         )
     if cache.offloading:
         raise ValueError("phsa: the cache is offloaded to the CPU; allowed: a DynamicCache that stays on its device")
     for index, layer in enumerate(cache.layers):
-        if isinstance(layer, PhsaLayer):
+        if isinstance(layer, PhsaLayer) or layer.is_sliding:
             continue
-        if type(layer) is not DynamicLayer:
+        if type(layer) is StaticLayer:
+            cache.layers[index] = PhsaLayer.take_static(layer)
+        elif type(layer) is DynamicLayer:
+            cache.layers[index] = PhsaLayer.take(layer)
+        else:
             raise ValueError(f"phsa: layer {index} of the cache is a {type(layer).__name__}; allowed: DynamicLayer")
-        cache.layers[index] = PhsaLayer.take(layer)
     if cache.layer_class_to_replicate is not None:
         cache.layer_class_to_replicate = PhsaLayer
     return cache

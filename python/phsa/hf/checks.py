@@ -29,14 +29,12 @@ def check_config(decoder: PreTrainedModel) -> None:
     if getattr(config, "is_causal", True) is False:
         _refuse(decoder, "is not causal")
     kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention"}:
-        _refuse(decoder, f"has layers of the kind {', '.join(sorted(kinds - {'full_attention'}))}")
-    if (
-        not kinds
-        and getattr(config, "sliding_window", None) is not None
-        and getattr(config, "use_sliding_window", True)
-    ):
-        _refuse(decoder, f"attends within a sliding window of {config.sliding_window} tokens")
+    if others := kinds - {"full_attention", "sliding_attention"}:
+        _refuse(decoder, f"has layers of the kind {', '.join(sorted(others))}")
+    # Layers with a window keep it; without any other there is nothing to choose from.
+    window = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    if kinds == {"sliding_attention"} or (not kinds and window):
+        _refuse(decoder, f"attends within a sliding window of {config.sliding_window} tokens in all of its layers")
     for name in ("attn_logit_softcapping", "attn_logit_soft_cap"):
         if getattr(config, name, None) is not None:
             _refuse(decoder, "caps its attention scores")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +30,24 @@ def settings_from_config(config: PreTrainedConfig) -> ModelSettings:
 
 def context_of(config: PreTrainedConfig) -> int:
     return getattr(config, "max_position_embeddings", None) or 1 << 20
+
+
+def warn_where_unused(decoder: nn.Module) -> None:
+    """A model that carries settings was made for them. If it runs with another attention, that is said once; not before
+    it runs, because enable() may come between."""
+
+    def look(module: nn.Module, args: tuple) -> None:
+        handle.remove()
+        used = str(module.config._attn_implementation)
+        if getattr(module.config, "phsa", None) and not used.startswith("phsa"):
+            warnings.warn(
+                f"this model carries phsa's attention settings ({module.config.phsa.get('attention', 'phsa')}), but "
+                f'runs with {used}. To use them load it with attn_implementation="phsa" or call '
+                "phsa.hf.enable(model); phsa.hf.disable(model) drops them",
+                stacklevel=2,
+            )
+
+    handle = decoder.register_forward_pre_hook(look)
 
 
 def punctuation_ids(
@@ -163,6 +182,13 @@ class ForwardHook:
             rows,
             q_len,
         )
+        # transformers finds packed sequences for its own masks by the positions, and only without a cache.
+        windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+        if windows and kwargs["phsa_batch"].packed and (cache is not None or kwargs.get("position_ids") is None):
+            raise ValueError(
+                "phsa: packed sequences in a model with sliding windows; allowed: with position_ids that restart and "
+                "use_cache=False"
+            )
         return (), kwargs
 
     @staticmethod

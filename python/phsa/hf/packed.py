@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from .attention import mask_function
+from .attention import mask_function, windowed
 
 NAME = "phsa_packed_sdpa"
 # On an H200 cuDNN takes 0.57 of FlashAttention 2's time; others are for machines without them.
@@ -40,6 +40,8 @@ def attention_function(
     cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    if kwargs.get("sliding_window") is not None:
+        return windowed(module, query, key, value, attention_mask, scaling, dropout)
     if key.shape[2] != query.shape[2]:
         raise ValueError(f"{NAME}: {query.shape[2]} queries and {key.shape[2]} keys; allowed: whole sequences")
     lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()

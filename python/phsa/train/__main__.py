@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from ..ops import backends
+from ..ops import backends, missing_kernels
 from .checkpoints import CheckpointError
 from .config import Config, ConfigError, read
 from .loop import Run, Stopped, TrainingError
@@ -61,7 +61,8 @@ def main() -> int:
         full = config.lora is None and config.model.dtype != "float32"
         rank, world = _start_processes(device, full)
         if config.attention.method != "dense" and rank == 0 and not args.quiet and device.type not in backends():
-            print(f"phsa: no kernels for {device.type} here; plain PyTorch is many times slower", file=sys.stderr)
+            reason = missing_kernels() or f"libphsa was built without {device.type.upper()}"
+            print(f"phsa: no kernels, plain PyTorch is many times slower: {reason}", file=sys.stderr)
         Run(config, rank=rank, world=world, device=device, quiet=args.quiet).run()
     except Stopped as stopped:
         print("stopped; the same command goes on from here", file=sys.stderr)

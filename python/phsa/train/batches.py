@@ -23,11 +23,13 @@ class Batch:
 
     @staticmethod
     def of(pieces: list[np.ndarray]) -> Batch:
-        """One row of all pieces; none sees another."""
+        """One row of all pieces; none sees another. Of a negative number, ~id, the token is read but not learned."""
         lengths = [len(piece) for piece in pieces]
         bounds = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         tokens = np.concatenate(pieces).astype(np.int64)
-        labels = np.append(tokens[1:], IGNORED)
+        learned = tokens >= 0
+        tokens = np.where(learned, tokens, ~tokens)
+        labels = np.append(np.where(learned, tokens, IGNORED)[1:], IGNORED)
         labels[bounds[1:] - 1] = IGNORED
         positions = np.concatenate([np.arange(length) for length in lengths])
         return Batch(
@@ -35,7 +37,7 @@ class Batch:
             positions=torch.from_numpy(positions)[None],
             bounds=torch.from_numpy(bounds),
             labels=torch.from_numpy(labels),
-            predicted=len(tokens) - len(pieces),
+            predicted=int((labels != IGNORED).sum()),
         )
 
     def to(self, device: torch.device) -> Batch:

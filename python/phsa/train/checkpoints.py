@@ -119,9 +119,11 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{checkpoint}/run.json cannot be read: {error}") from None
 
 
-def load(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Collective; onto any number of processes."""
-    state = _state(model, optimizer)
+def load(checkpoint: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Collective; onto any number of processes. Without an optimizer: the weights alone."""
+    state: dict[str, Any] = (
+        {"model": trained_weights(model, _OPTIONS)} if optimizer is None else _state(model, optimizer)
+    )
     try:
         with _quiet():
             dcp.load(state, checkpoint_id=checkpoint)
@@ -131,4 +133,5 @@ def load(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
         ) from error
     options = StateDictOptions(ignore_frozen_params=True, strict=False)
     set_model_state_dict(model, state["model"], options=options)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)

@@ -15,8 +15,8 @@ import tomllib
 from ..settings import ModelSettings, resolve
 
 METHODS = ("dense", "infllm2", "phsa")
-TRAINING_TOP_K = (0, 1, 2, 4, 8, 16)
 TRAINING_TOP_K_DEFAULT = 2
+REPORTS = ("tensorboard", "wandb")
 DTYPES = ("float32", "bfloat16")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -27,7 +27,7 @@ class ConfigError(ValueError):
 
 @dataclass
 class Model:
-    path: str = ""  # a Hugging Face folder or name, or a .gguf file
+    path: str = ""  # a Hugging Face folder or name, a name of `phsa models`, or a .gguf file
     dtype: str = "bfloat16"  # what is multiplied; what is trained is kept in float32
     gradient_checkpointing: bool = False
     compile: bool = False  # torch.compile, layer by layer
@@ -44,6 +44,7 @@ class Attention:
     local: int | None = None
     dense_below: int | None = None
     backend: str = "auto"
+    layers: dict[str, Any] = field(default_factory=dict)  # other settings for some layers, as in docs/settings.md
 
     def settings(self, length: int, carried: Mapping[str, Any] | None = None) -> ModelSettings:
         """As they are written into the trained model: complete. `carried`: the settings of the model to train."""
@@ -51,6 +52,8 @@ class Attention:
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.method != "phsa":
             given.pop("lam", None)
+        if self.layers:
+            given["layers"] = self.layers
         if "top_k" not in given and "top_k" not in (carried or {}):
             given["top_k"] = TRAINING_TOP_K_DEFAULT
         settings = resolve(length, carried=carried, settings={"policy": self.method, **given})
@@ -59,7 +62,7 @@ class Attention:
 
 @dataclass
 class Data:
-    train: str = ""  # a folder of `phsa prepare`
+    train: str = ""  # a folder of `phsa prepare`, one that `datasets` saved, or a file of JSON lines
     held_out: str | None = None
     length: int = 4096  # tokens of a sequence
     # Long-range copying: in this share of the sequences the last part repeats passages of the part before it.
@@ -115,9 +118,11 @@ class Checkpoint:
 @dataclass
 class Config:
     out: str = ""  # the run's folder
+    init_from: str | None = None  # a run, a checkpoint, an adapter or a model to begin with; None: model.path as it is
     seed: int = 1
     device: str = "auto"
     threads: int | None = None  # of torch on the CPU; None: torch decides
+    report_to: tuple[str, ...] = ()  # tensorboard, wandb
     model: Model = field(default_factory=Model)
     attention: Attention = field(default_factory=Attention)
     data: Data = field(default_factory=Data)
@@ -132,9 +137,10 @@ class Config:
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a stopped run to be continued with the same losses. How often it is looked at or
-        saved, how it is spread over processes and where its files lie may change."""
+        saved, how it is spread over processes and where its files lie may change; what is in them may not, of which
+        `identity.py` adds digests."""
         out = self.to_json()
-        for name in ("out", "device", "threads", "evaluate", "checkpoint"):
+        for name in ("out", "device", "threads", "report_to", "evaluate", "checkpoint"):
             del out[name]
         del out["optimizer"]["micro_batch"]
         for name in ("gradient_checkpointing", "compile", "path"):
@@ -161,6 +167,10 @@ def _convert(place: str, value: Any, kind: Any) -> Any:
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             raise ConfigError(f"{place} is {value!r}; allowed: a list of names")
         return tuple(value)
+    if typing.get_origin(kind) is dict:
+        if not isinstance(value, dict) or not all(isinstance(one, dict) for one in value.values()):
+            raise ConfigError(f'{place} is {value!r}; allowed: tables by layer, as "0-3" = {{ top_k = 8 }}')
+        return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -191,9 +201,8 @@ def _check(config: Config) -> None:
             raise ConfigError(f"{name} is missing")
     attention, data, optimizer = config.attention, config.data, config.optimizer
     require(attention.method in METHODS, "attention.method", attention.method, ", ".join(METHODS))
-    allowed = ", ".join(map(str, TRAINING_TOP_K))
-    require(attention.top_k in (None, *TRAINING_TOP_K), "attention.top_k", attention.top_k, allowed)
-    require(attention.punctuation in (None, "en", "en+zh"), "attention.punctuation", attention.punctuation, "en, en+zh")
+    for name in config.report_to:
+        require(name in REPORTS, "report_to", name, ", ".join(REPORTS))
     require(config.model.dtype in DTYPES, "model.dtype", config.model.dtype, ", ".join(DTYPES))
     require(data.length >= 16, "data.length", data.length, "16 and up")
     for name in ("repeat_share", "repeat_part"):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import csv
+import hashlib
+import importlib.util
 import io
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .config import ConfigError
 from .files import write_text
 
 
@@ -71,6 +75,47 @@ class Progress:
     def say(self, text: str) -> None:
         if not self._quiet:
             print(("\r\x1b[K" if self._terminal else "") + text, file=sys.stderr, flush=True)
+
+
+def check_reports(names: Sequence[str]) -> None:
+    """Before anything is loaded: whether what report_to names is installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"report_to has {name!r}, which is not installed here: pip install {name}")
+
+
+class Reports:
+    """The numbers of the log for TensorBoard and Weights & Biases, under the names that transformers' trainer uses."""
+
+    def __init__(self, names: Sequence[str], out: Path, config: dict[str, Any], step: int) -> None:
+        self._writer: Any = None
+        self._run: Any = None
+        if "tensorboard" in names:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # What a stopped run wrote after its last checkpoint is forgotten, as in the tables.
+            self._writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1 if step else None)
+        if "wandb" in names:
+            import wandb
+
+            # The same folder is the same run, also after a stop.
+            name = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16]
+            project = os.environ.get("WANDB_PROJECT", "phsa")
+            self._run = wandb.init(project=project, name=out.name, id=name, resume="allow", dir=str(out), config=config)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+        if self._run is not None:
+            self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        if self._run is not None:
+            self._run.finish()
+        self._writer = self._run = None
 
 
 def plot(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import shutil
@@ -13,17 +14,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from ..hf import niah
 from ..hf.load import load_tokenizer
-from . import checkpoints
+from . import checkpoints, identity
 from .batches import Batch, Batches
 from .config import Config, ConfigError
 from .files import sync_tree, write_json
-from .logs import Progress, Table, plot
+from .identity import Lock, Start
+from .logs import Progress, Reports, Table, check_reports, plot
 from .lora import save_adapter
 from .shards import Sequences, Shards
+from .texts import Documents, open_texts
 from .trainee import Trainee
 
 LOG = ("step", "tokens", "loss", "divergence", "learning_rate", "gradient_norm", "tokens_per_second")
@@ -64,22 +68,42 @@ class Run:
         self.out = Path(config.out)
         self.checkpoints = self.out / "checkpoints"
         self.progress = Progress(o.steps, quiet or rank != 0)
-        resume = self._find_checkpoint()
+        check_reports(config.report_to)
+        self.identity = config.identity()
+        start = None
+        if self._find_checkpoint() is None and config.init_from is not None:
+            start = identity.find_start(config.init_from, config.lora)
 
         # One process reads all tokens once to compare them with their digests.
         data = config.data
-        shards = Shards(data.train, verify=rank == 0)
+        tokenizer = functools.cache(lambda: load_tokenizer(config.model.path))
+        shards = open_texts(data.train, tokenizer, verify=rank == 0)
+        self.identity["data"]["train"] = identity.of_tokens(shards)
         self.batches = Batches(Sequences(shards, data.length, config.seed), data, config.seed)
         self.held_out: list[Batch] = []
         if data.held_out is not None:
-            held_out = Sequences(Shards(data.held_out, verify=rank == 0), data.length, 0)
+            held_out_shards = open_texts(data.held_out, tokenizer, verify=rank == 0)
+            self.identity["data"]["held_out"] = identity.of_tokens(held_out_shards)
+            held_out = Sequences(held_out_shards, data.length, 0)
             self.held_out = [Batch.of(held_out[index]) for index in range(config.evaluate.sequences)]
         columns = ["step", "held_out_loss", "held_out_loss_dense"]
         if config.evaluate.niah is not None:
             _, samples = niah.read_samples(config.evaluate.niah)
             columns += sorted({_needle_name(record["attention"]) for one in samples for record in one["records"]})
 
-        self.trainee = Trainee(config, shards.punctuation, device, world)
+        self._lock = Lock(self.out) if rank == 0 else None
+        try:
+            self._set_up(shards, columns, start)
+        except BaseException:
+            self.close(failed=True)
+            raise
+
+    def _set_up(self, shards: Shards | Documents, columns: list[str], start: Start | None) -> None:
+        config, o, data, rank = self.config, self.config.optimizer, self.config.data, self.rank
+        resume = self._find_checkpoint()
+        self.trainee = Trainee(config, shards.punctuation, self.device, self.world, start if resume is None else None)
+        self.identity["model"]["weights"] = self.trainee.digest
+        self._find_checkpoint()
         vocabulary = self.trainee.model.config.vocab_size
         if shards.vocab_size > vocabulary:
             raise ConfigError(
@@ -94,7 +118,7 @@ class Run:
             [group for group in groups if group["params"]],
             lr=o.learning_rate,
             betas=(o.beta1, o.beta2),
-            fused=device.type == "cuda",
+            fused=self.device.type == "cuda",
         )
         self.step = 0
         self.tokens = 0
@@ -103,10 +127,13 @@ class Run:
             checkpoints.load(resume, self.trainee.model, self.optimizer)
             self.step, self.tokens = run["step"], run["tokens"]
             self.progress.say(f"going on from {resume}")
+        elif start is not None:
+            self.progress.say(f"beginning with the weights of {start.folder}")
         if rank == 0:
             self.out.mkdir(parents=True, exist_ok=True)
             write_json(self.out / "config.json", config.to_json())
             self.log = Table(self.out / "log.csv", LOG, self.step)
+            self.reports = Reports(config.report_to, self.out, config.to_json(), self.step)
             self.evaluations = Table(self.out / "evaluations.csv", columns, self.step)
         trained = sum(p.numel() for p in parameters)
         all_parameters = sum(p.numel() for p in self.trainee.model.parameters())
@@ -122,13 +149,15 @@ class Run:
             if (self.out / "final").exists():
                 raise ConfigError(f"{self.out} holds a finished run; give another folder as out")
             return None
-        before, now = checkpoints.read_run(found[-1])["identity"], self.config.identity()
-        changed = [name for name in _flat(now) if _flat(now)[name] != _flat(before).get(name)]
-        if changed:
-            raise ConfigError(
-                f"{self.out} holds a run with another {', '.join(changed)}; give another folder as out, or remove it"
-            )
+        identity.check(self.out, found[-1], self.identity)
         return found[-1]
+
+    def close(self, failed: bool = False) -> None:
+        """Gives the folder free."""
+        if hasattr(self, "reports"):
+            self.reports.close()
+        if self._lock is not None:
+            self._lock.release(failed)
 
     def _sum(self, values: Iterable[float]) -> list[float]:
         """Over all processes."""
@@ -145,6 +174,7 @@ class Run:
             group["lr"] = rate
         batches = self.batches.of_step(self.step, o.batch, o.micro_batch, self.rank, self.world)
         (predicted,) = self._sum([sum(batch.predicted for batch in batches)])
+        predicted = max(1.0, predicted)  # a step may have questions only
         nll = torch.zeros((), dtype=torch.float64, device=self.device)
         divergence = torch.zeros_like(nll)
         for index, batch in enumerate(batches):
@@ -160,8 +190,9 @@ class Run:
         for name, value in (("loss", mean_nll), ("divergence", mean_divergence), ("gradient's norm", norm)):
             if not math.isfinite(value):
                 raise TrainingError(
-                    f"step {self.step + 1}: the {name} is {value}. The weights of this step were not taken; go on "
-                    "from the last checkpoint with a lower optimizer.learning_rate in another folder"
+                    f"step {self.step + 1}: the {name} is {value}. The weights of this step were not taken. Begin with "
+                    f'those of the last checkpoint (init_from = "{self.out}") in another folder, with a lower '
+                    "optimizer.learning_rate"
                 )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -192,12 +223,13 @@ class Run:
             out |= {name: 100 * sum(scores) / len(scores) for name, scores in right.items()}
         if out and self.rank == 0:
             self.evaluations.add({"step": self.step, **{name: f"{value:.6g}" for name, value in out.items()}})
+            self.reports.add(self.step, {f"eval/{name}": value for name, value in out.items()})
             text = "  ".join(f"{name} {value:.4g}" for name, value in out.items())
             self.progress.say(f"step {self.step}: {text}")
         return out
 
     def save_checkpoint(self) -> None:
-        run = {"tokens": self.tokens, "identity": self.config.identity()}
+        run = {"tokens": self.tokens, "identity": self.identity}
         keep = self.config.checkpoint.keep
         checkpoints.save(self.checkpoints, self.step, run, self.trainee.model, self.optimizer, keep, self.rank)
 
@@ -217,7 +249,8 @@ class Run:
                 save_adapter(partial, state, config.lora, config.model.path, trainee.settings)
             else:
                 dtype = getattr(torch, config.model.dtype)
-                state = {name: value.to(dtype) for name, value in state.items()}
+                tied = _tied_names(trainee.model)
+                state = {name: value.to(dtype) for name, value in state.items() if name not in tied}
                 trainee.model.save_pretrained(partial, state_dict=state)
                 try:
                     load_tokenizer(config.model.path).save_pretrained(partial)
@@ -229,6 +262,12 @@ class Run:
 
     def run(self) -> None:
         """To the end, or to the next signal."""
+        try:
+            self._run()
+        finally:
+            self.close()
+
+    def _run(self) -> None:
         config = self.config
         stop = _Signals()
         with stop:
@@ -243,6 +282,10 @@ class Run:
                     row = {"step": self.step, "tokens": self.tokens}
                     row |= {name: f"{value:.8g}" for name, value in values.items()}
                     self.log.add({**row, "tokens_per_second": f"{speed:.4g}"})
+                    self.reports.add(
+                        self.step,
+                        {f"train/{name}": one for name, one in {**values, "tokens_per_second": speed}.items()},
+                    )
                 self.progress.show(
                     self.step,
                     f"loss {values['loss']:.4f}  lr {values['learning_rate']:.2e}  "
@@ -276,14 +319,10 @@ def _needle_name(attention: dict[str, Any]) -> str:
     return f"niah_{attention['attention']}_k{attention['top_k']}"
 
 
-def _flat(values: dict[str, Any], place: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            out |= _flat(value, f"{place}{name}.")
-        else:
-            out[place + name] = list(value) if isinstance(value, tuple) else value
-    return out
+def _tied_names(model: nn.Module) -> set[str]:
+    """Other names of weights that have one already: the output's, where it is the embeddings'."""
+    once = {name for name, _ in model.named_parameters()}
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
 
 
 class _Signals:

@@ -118,10 +118,17 @@ def load_adapter(folder: Path, model: PreTrainedModel) -> None:
         targets=tuple(configuration["target_modules"]),
     )
     add_adapter(model, lora, seed=0)
+    fill_adapter(folder, model)
+
+
+def fill_adapter(folder: Path, model: PreTrainedModel) -> None:
+    """The weights of a folder into the adapter that a model has."""
     tensors = load_file(folder / "adapter_model.safetensors")
     for name, parameter in model.named_parameters():
         if name.endswith((".lora_A", ".lora_B")):
             with torch.no_grad():
+                if peft_name(name) not in tensors:
+                    raise ValueError(f"{folder}: the adapter lacks {peft_name(name)}, which the model needs")
                 parameter.copy_(tensors.pop(peft_name(name)))
     if tensors:
         raise ValueError(f"{folder}: the adapter has {next(iter(tensors))}, which the model does not have")

@@ -49,12 +49,14 @@ class Shards:
         self.tokens = self._count(index, "tokens")
         self.end = None if index.get("end") is None else self._count(index, "end")
         self.punctuation = self._read_punctuation(index)
+        self.digests: list[str] = []  # of the shards' tokens
         self._shards: list[np.ndarray] = []
         offsets = [np.zeros(1, dtype=np.int64)]
         self._bases = [0]  # the first token of each shard
         for entry in self._field(index, "shards", list):
             shard, shard_offsets = self._open_shard(entry, dtype, verify)
             self._shards.append(shard)
+            self.digests.append(self._field(entry, "sha256", str))
             offsets.append(self._bases[-1] + shard_offsets[1:])
             self._bases.append(self._bases[-1] + len(shard))
         self.offsets = np.concatenate(offsets)

@@ -14,14 +14,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
+from .. import punctuation as punctuation_sets
 from ..hf import packed
 from ..hf.hook import find_decoder
-from ..hf.load import load_model
+from ..hf.load import load_model, load_tokenizer
 from ..hf.switch import set_attention
 from ..settings import ModelSettings
+from . import checkpoints, identity
 from .batches import Batch
 from .config import Config, ConfigError
-from .lora import add_adapter, without_adapter
+from .identity import Start
+from .lora import add_adapter, fill_adapter, without_adapter
 from .loss import sliced_loss
 
 
@@ -67,10 +70,16 @@ def _training_loss(
 class Trainee:
     """One model on all processes. Calls are collective: every process makes the same ones."""
 
-    def __init__(self, config: Config, punctuation: Mapping[str, Any], device: torch.device, world: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        punctuation: Mapping[str, Any],
+        device: torch.device,
+        world: int,
+        start: Start | None = None,
+    ) -> None:
         self.config = config
         self.device = device
-        self._punctuation = punctuation
         dtype = getattr(torch, config.model.dtype)
         full = config.lora is None
         # Trained weights are kept in float32; FSDP casts them for the products, on one process too.
@@ -79,12 +88,16 @@ class Trainee:
         self.settings = config.attention.settings(config.data.length, getattr(model.config, "phsa", None))
         self.dense = ModelSettings(self.settings.base.replace(policy="dense"))
         marks = self.settings.base.punctuation
-        if marks not in punctuation:
-            have = ", ".join(punctuation)
-            raise ConfigError(f"the model carries the punctuation {marks!r}; set attention.punctuation: {have}")
+        sparse = self.settings.layers or self.settings.base.policy != "dense"
+        if sparse and marks not in punctuation:
+            # Token folders bring the ids of the usual sets; of others the tokenizer tells.
+            own = punctuation_sets.ids(load_tokenizer(config.model.path), marks) if isinstance(marks, str) else marks
+            punctuation = {**punctuation, marks: own}
+        self._punctuation = punctuation
         context = model.config.max_position_embeddings
         if config.data.length > context:
             raise ConfigError(f"data.length is {config.data.length}; the model's context is {context} tokens")
+        self.digest = identity.of_weights(model)
         self.teacher: PreTrainedModel | None = None
         if config.distill.weight and full:
             self.teacher = copy.deepcopy(model).to(device, dtype).requires_grad_(False).eval()
@@ -92,6 +105,11 @@ class Trainee:
         if not full:
             assert config.lora is not None
             add_adapter(model, config.lora, config.seed)
+            if start is not None and start.kind == "adapter":
+                fill_adapter(start.folder, model)
+        elif start is not None and start.kind == "model":
+            # After the teacher: that stays model.path, as the base of an adapter does.
+            self._take_weights(model, start)
         model.to(device)
         model.train()
         model.config.use_cache = False
@@ -116,7 +134,16 @@ class Trainee:
             fully_shard(model, **options)
             for name in ("training_loss", "hidden"):
                 register_fsdp_forward_method(model, name)
+        if start is not None and start.kind == "checkpoint":
+            checkpoints.load(start.folder, model, None)
         self.attend(self.settings)
+
+    @staticmethod
+    def _take_weights(model: PreTrainedModel, start: Start) -> None:
+        try:
+            model.load_state_dict(load_model(str(start.folder), torch.float32).state_dict())
+        except RuntimeError as error:
+            raise ConfigError(f"init_from is {str(start.folder)!r}, a model of another shape: {error}") from None
 
     def attend(self, settings: ModelSettings) -> None:
         set_attention(self.model, settings.to_json(), self._punctuation, self.config.attention.backend)
@@ -157,7 +184,7 @@ class Trainee:
         finally:
             self.model.train()
             self.attend(self.settings)
-        return float(total) / sum(batch.predicted for batch in batches)
+        return float(total) / max(1, sum(batch.predicted for batch in batches))
 
     def gather_gradients(self, now: bool) -> None:
         """Gradients of all micro-batches but a step's last need not meet those of the other processes."""
