@@ -25,7 +25,7 @@ struct ServiceOptions {
   std::string cors_origin;  // whose pages may ask too: an origin, or "*"; empty: nobody's
   std::string version;
   std::function<void(const std::string& text)> note;  // takes a line for the log; may be empty
-  std::vector<std::string> hosts = {};  // names of this server beside localhost, where there is no key
+  std::vector<std::string> hosts = {};                // names of this server beside localhost, where there is no key
 };
 
 class Service {
