@@ -50,6 +50,7 @@ def measure(program, args):
 
     def read_prompt():
         with contextlib.closing(peer.connect()) as connection:
+            connection.timeout = 3600  # until the answer begins
             prompt["begin"] = time.monotonic()
             prompt["answer"] = peer.complete(connection, text, 1)
             prompt["end"] = time.monotonic()
