@@ -20,8 +20,8 @@ LayerSettings CarriedSettings(const std::string& json, bool is_auto) {
 // PolicyFromName, less what the engine does not run.
 Policy RunnablePolicy(const std::string& name) {
   std::vector<std::string> names = {"auto"};
-  for (const Policy policy : {Policy::kDense, Policy::kPhsa, Policy::kInfllm2, Policy::kInfllm2_64, Policy::kStreaming,
-                              Policy::kQuest}) {
+  for (const Policy policy :
+       {Policy::kDense, Policy::kPhsa, Policy::kInfllm2, Policy::kInfllm2_64, Policy::kStreaming, Policy::kQuest}) {
     if (name == Name(policy)) return policy;
     names.emplace_back(Name(policy));
   }
