@@ -85,8 +85,10 @@ std::string BashCompletion(const std::vector<CommandEntry>& commands) {
 std::string ZshCompletion(const std::vector<CommandEntry>& commands) {
   std::string out = "#compdef phsa\n# zsh completion for phsa, made by `phsa completion zsh`\n";
   for (const CommandEntry& command : commands) {
-    out += fmt::format("_phsa{}() {{\n  local line state\n  _arguments -C -S",
-                       command.words.empty() ? "" : "_" + fmt::format("{}", fmt::join(command.words, "_")));
+    out += fmt::format(
+        "_phsa{}() {{\n  local curcontext=\"$curcontext\" context state state_descr line\n  typeset -A opt_args\n  "
+        "_arguments -C -S",
+        command.words.empty() ? "" : "_" + fmt::format("{}", fmt::join(command.words, "_")));
     int position = 0;
     for (const FlagEntry& flag : command.flags) {
       const std::string values = flag.is_model ? fmt::format("_alternative \"names:name:({})\" \"files:file:_files\"",
