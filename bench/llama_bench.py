@@ -162,7 +162,7 @@ def main() -> int:
             line = {
                 "model": info["model"],
                 "attention": policy,
-                "top_k": info["top_k"],
+                "top_k": info.get("top_k"),
                 "weights_mode": args.weights,
                 "weights": info["weights"],
                 "test": test[0],

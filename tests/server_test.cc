@@ -94,10 +94,9 @@ TEST_F(Api, SettingsOfTheAttentionChangeTheServersOwn) {
   EXPECT_EQ(ParseCompletion(dense, model).attention.base.policy, Policy::kDense);
 }
 
-TEST_F(Api, ASettingThatTheAskedAttentionHasNoUseForIsRefused) {
+TEST_F(Api, ASettingOfDenseAttentionIsRefused) {
   EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "phsa": {"attention": "dense", "top_k": 3}})"), "phsa");
   EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "phsa": {"top_k": 3}})"), "phsa");
-  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "phsa": {"attention": "infllm2", "lambda": 0.5}})"), "phsa");
   // What the server was started with may be for other requests.
   model.attention.policy = "phsa";
   model.attention.top_k = 3;
@@ -271,11 +270,10 @@ TEST_F(ServiceTest, AnswersAreThoseOfASession) {
 TEST_F(ServiceTest, ThreadsThatAskAtOnceGetWhatALoneOneGets) {
   const auto ask = [&](size_t i) -> Json {
     const std::string prompt(100 + 30 * i, static_cast<char>('a' + i));
-    const char* const policy = i % 2 == 0 ? "dense" : "phsa";
-    const Json body = {{"prompt", prompt},
-                       {"max_tokens", 12},
-                       {"temperature", 0},
-                       {"phsa", {{"attention", policy}, {"init", 16}, {"local", 32}, {"top_k", 1}}}};
+    const Json sparse = {{"attention", "phsa"}, {"init", 16}, {"local", 32}, {"top_k", 1}};
+    const Json dense = {{"attention", "dense"}};
+    const Json body = {
+        {"prompt", prompt}, {"max_tokens", 12}, {"temperature", 0}, {"phsa", i % 2 == 0 ? dense : sparse}};
     return Post("/v1/completions", body.dump())["choices"];
   };
   std::vector<Json> alone;

@@ -318,11 +318,12 @@ LayerSettings Resolve(const Fields& fields, const AttentionChoice& choice, const
                       [&] { return ResolveAttention(choice, model.engine.config(), model.engine.plan().context); });
 }
 
-// What the request asks for must matter; what the server's flags say may be for other requests.
+// What the request sets must not be lost on dense attention; what the server's flags say may be for other requests.
 LayerSettings Attention(const Fields& fields, const ServedModel& model) {
   const AttentionChoice asked = AskedAttention(fields), choice = Over(asked, model.attention);
   LayerSettings settings = Resolve(fields, choice, model);
-  fields.Named("phsa", [&] { RefuseWithoutEffect(asked, {&settings, 1}, false); });
+  const bool dense = settings.base.policy == Policy::kDense && settings.layers.empty();
+  if (dense) fields.Named("phsa", [&] { RefuseWithoutEffect(asked, {&settings, 1}, false); });
   return settings;
 }
 
@@ -440,8 +441,7 @@ InspectRequest ParseInspect(std::string_view body, const ServedModel& model) {
   request.options.max_tokens = fields.Int("max_tokens", 0, kMaxInspectedTokens).value_or(0);
   request.options.sampler.temperature = 0;
 
-  const AttentionChoice asked = AskedAttention(fields);
-  AttentionChoice choice = Over(asked, model.attention);
+  AttentionChoice choice = Over(AskedAttention(fields), model.attention);
   request.attention = Resolve(fields, choice, model);
   const ModelConfig& config = model.engine.config();
   const auto dense = [&](const LayerSettings& settings) {
@@ -459,7 +459,6 @@ InspectRequest ParseInspect(std::string_view body, const ServedModel& model) {
                   " asks for dense attention, which reads everything and chooses nothing; allowed here: phsa, "
                   "infllm2, infllm2-64, quest, streaming");
   }
-  fields.Named("phsa", [&] { RefuseWithoutEffect(asked, {&request.attention, 1}, false); });
   int64_t choices = 0;
   for (int32_t layer = 0; layer < config.num_layers; ++layer) {
     const Settings& settings = request.attention.ForLayer(layer);
