@@ -11,11 +11,14 @@
 
 #include "engine/device_choice.h"
 #include "engine/sampler.h"
+#include "engine/session.h"
 #include "eval/recall.h"
 #include "fake_engine.h"
 #include "fake_model.h"
+#include "io/model_writer.h"
 #include "model/cuda/cuda_backend.h"
 #include "model/kv_file.h"
+#include "model_files.h"
 #include "other_device.h"
 #include "refusal.h"
 #include "test_backend.h"
@@ -106,6 +109,67 @@ TEST_F(Device, NothingButTheDeviceTouchesItsPages) {
   EXPECT_EQ(other.decoder.tokens_read().read, cpu.decoder.tokens_read().read);
   EXPECT_EQ(other.decoder.tokens_read().dense, cpu.decoder.tokens_read().dense);
   EXPECT_LT(cpu.decoder.tokens_read().share(), 1) << "something is left out";
+}
+
+// A LoRA adapter for FakeModel: q_proj of both layers, every number `value`.
+void WriteAdapter(const TempFolder& folder, float value) {
+  std::vector<OutputTensor> tensors;
+  for (const char* layer : {"0", "1"}) {
+    const std::string at = std::string("base_model.model.model.layers.") + layer + ".self_attn.q_proj.lora_";
+    tensors.push_back({at + "A.weight", TensorType::kF32, {1, 64}});
+    tensors.push_back({at + "B.weight", TensorType::kF32, {256, 1}});
+  }
+  const std::vector<float> numbers(2 * (64 + 256), value);
+  folder.Write("adapter_config.json",
+               R"({"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]})");
+  folder.Write("adapter_model.safetensors",
+               SafetensorsHeader(tensors) +
+                   std::string(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(float)));
+}
+
+TEST(SetAdapter, ItIsExchangedBesideTheWeightsOrReadWithThem) {
+  const TempFolder one, two;
+  WriteAdapter(one, 0.1f);
+  WriteAdapter(two, 0.2f);
+  const auto set = [](Engine& engine, const std::filesystem::path& folder) {
+    engine.SetAdapter(folder, [&](const ModelConfig&) { return engine.options().attention; });
+  };
+  const auto read = [](Engine& engine) {
+    std::vector<float> all;
+    const auto keep = [&](int32_t, int32_t, const LogitsRow& logits) {
+      all.insert(all.end(), logits.All().begin(), logits.All().end());
+    };
+    Session(engine).Prefill(Tokens(40), {}, keep, BatchItem::Logits::kAll);
+    return all;
+  };
+  const auto cpu = LoadedEngine(FakeOptions(128));
+  const std::vector<float> without = read(*cpu);
+  const uint64_t weights = cpu->plan().weights;
+  set(*cpu, one.path());
+  const std::vector<float> with_one = read(*cpu);
+  EXPECT_GT(cpu->plan().weights, weights);
+  set(*cpu, two.path());
+  EXPECT_FALSE(SameBits(with_one, without));
+  EXPECT_FALSE(SameBits(read(*cpu), with_one));
+  set(*cpu, one.path());
+  EXPECT_TRUE(SameBits(read(*cpu), with_one));
+  EXPECT_NE(Refusal([&] { set(*cpu, "absent"); }).find("absent"), std::string::npos);
+  EXPECT_TRUE(SameBits(read(*cpu), with_one)) << "what is refused changes nothing";
+  set(*cpu, {});
+  EXPECT_TRUE(SameBits(read(*cpu), without));
+  EXPECT_EQ(cpu->plan().weights, weights);
+
+  // A device that says no is made anew, with the adapter: here it is the CPU again.
+  FakeModel model;
+  ThreadPool threads{2};
+  const auto other = LoadedEngine(FakeOptions(128));
+  other->Use(std::make_unique<OtherDevice>(model.config(),
+                                           TestBackend(model, WeightsMode::kF32, PHSA_F32, kMaxRows, threads)));
+  EXPECT_EQ(other->device_name(), "other");
+  EXPECT_TRUE(SameBits(read(*other), without));
+  set(*other, one.path());
+  EXPECT_EQ(other->device_name(), "cpu");
+  EXPECT_TRUE(SameBits(read(*other), with_one));
 }
 
 TEST_F(Device, ForksTruncatedTextsAndFilesGoOnThere) {

@@ -395,6 +395,13 @@ def test_model_args_reach_the_engine() -> None:
         PhsaLM()
 
 
+def test_wrong_arguments_are_told_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phsa, "LLM", lambda *_, **__: pytest.fail("it was loaded"), raising=False)
+    for wrong in ({"max_batch": -1}, {"max_gen_toks": 0}, {"max_batch": "x"}, {"truncation": "right"}):
+        with pytest.raises(ValueError, match=f"phsa: {next(iter(wrong))}="):
+            PhsaLM("p", **wrong)
+
+
 TOY_TASK = """
 task: toy
 custom_dataset: !function toy_rows.rows

@@ -77,6 +77,14 @@ class PhsaLM(TemplateLM):
             raise ValueError("phsa: model_args needs path=…: a .gguf file, a Hugging Face folder or a model's name")
         if truncation not in _TRUNCATIONS:
             raise ValueError(f"phsa: truncation={truncation} is not one of {', '.join(_TRUNCATIONS)}")
+        # Before the model is loaded: whoever waits for it should not be told this afterwards.
+        for name, value in (
+            ("max_batch", max_batch),
+            ("max_batch_size", max_batch_size),
+            ("max_gen_toks", max_gen_toks),
+        ):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"phsa: {name}={value}; allowed: whole numbers from 1")
         self.llm = phsa.LLM(path, device=_engine_device(device), **keywords)
         _log.info("phsa runs on %s", self.llm.device)
         self.truncation = truncation
