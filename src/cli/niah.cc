@@ -103,7 +103,10 @@ std::vector<NamedAttention> Attentions(const NiahFlags& flags, const ModelConfig
   if (!flags.lambdas.empty() && !uses_lambda) {
     ThrowInvalid("niah: --lambda is for phsa, and --attention has none; add phsa or leave --lambda out");
   }
-  RefuseWithoutEffect(ChoiceOf(flags.attention), all, true);
+  std::vector<LayerSettings> settings;
+  settings.reserve(all.size());
+  for (const NamedAttention& one : all) settings.push_back(one.attention);
+  RefuseWithoutEffect(ChoiceOf(flags.attention), settings, true);
   return all;
 }
 
