@@ -47,6 +47,16 @@ class Batch:
         return self.past + self.q_len
 
 
+@dataclass
+class GraphBatch:
+    """A batch in a compiled graph, which cannot look at numbers: whole rows, or packed sequences by their bounds."""
+
+    settings: ModelSettings
+    backend: str
+    flags: Tensor | None  # (batch, q_len)
+    bounds: Tensor | None  # cu_seq_lens_q
+
+
 def _mask_layout(mask: Tensor, past: int, q_len: int) -> dict[str, object]:
     """The layout of a batch with padding. mask: (batch, past + q_len) bool."""
     kv_len = past + q_len
@@ -169,7 +179,8 @@ def mask_function(
         )
     if use_vmap:
         raise ValueError("phsa: this model brings a mask of its own, which phsa does not support")
-    if mask_function is not causal_mask_function and q_length > 1:
+    # A compiled graph cannot look; enable() and the eager run have.
+    if mask_function is not causal_mask_function and q_length > 1 and not torch.compiler.is_compiling():
         # Padding and packing only take away from a causal mask. Anything that lets a token see the next one is not.
         row = torch.arange(batch_size, device=device)[:, None]
         query = torch.arange(q_length - 1, device=device)[None] + q_offset
@@ -218,8 +229,43 @@ def _same_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-@torch.compiler.disable  # the batch's lengths are other numbers in each step, and each would be compiled for
 def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    phsa_batch: Batch | GraphBatch | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """The attention for transformers' attention interface. query: (batch, heads, tokens, head_dim)."""
+    if not isinstance(phsa_batch, GraphBatch):
+        return _attend_eagerly(
+            module, query, key, value, attention_mask, scaling, dropout, is_causal, phsa_batch, **kwargs
+        )
+    window = kwargs.get("sliding_window")
+    _refuse(module, dropout if window is None else 0.0, is_causal, kwargs)
+    query, key, value = _same_type(query, key, value)
+    if window is not None:
+        return windowed(module, query, key, value, attention_mask, scaling, dropout)
+    settings = phsa_batch.settings.for_layer(module.layer_idx)
+    scale = default_scale(query.shape[-1]) if scaling is None else float(scaling)
+    rows, options = [x.transpose(1, 2) for x in (query, key, value)], _options(settings, scale, phsa_batch.backend)
+    flags = phsa_batch.flags if settings.needs_flags else None
+    if phsa_batch.bounds is None:
+        return ops.phsa_attention(*rows, flags, **options)[0], None
+    if flags is not None:
+        flags = flags.flatten()
+    packed = [x.flatten(0, 1) for x in rows]
+    return ops.phsa_attention(*packed, flags, cu_seqlens=phsa_batch.bounds, **options)[0][None], None
+
+
+# The batch's lengths are other numbers in each step, and each would be compiled for.
+@torch.compiler.disable(reason="phsa: with a cache, a mask or positions but no cu_seq_lens_q, attention runs eagerly")
+def _attend_eagerly(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -231,7 +277,6 @@ def attention_function(
     phsa_batch: Batch | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """The attention for transformers' attention interface. query: (batch, heads, tokens, head_dim)."""
     window = kwargs.get("sliding_window")
     _refuse(module, dropout if window is None else 0.0, is_causal, kwargs)
     if phsa_batch is None:

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from .. import punctuation as punctuation_sets
 from ..settings import PUNCTUATION_SETS, ModelSettings, resolve
-from .attention import make_batch
+from .attention import GraphBatch, make_batch
 from .cache import adopt
 
 
@@ -171,6 +171,12 @@ class ForwardHook:
         flags = None
         if settings.needs_flags:
             flags = self._flags(config, settings, input_ids, given_flags, rows, q_len, past, tokens.device)
+        bounds = kwargs.get("cu_seq_lens_q")
+        # Positions may restart where another sequence begins, which a graph cannot see.
+        known = bounds is not None or kwargs.get("position_ids") is None
+        if torch.compiler.is_compiling() and known and cache is None and kwargs.get("attention_mask") is None:
+            kwargs["phsa_batch"] = GraphBatch(settings, self.backend, flags, bounds)
+            return (), kwargs
         kwargs["phsa_batch"] = make_batch(
             settings,
             self.backend,
@@ -178,7 +184,7 @@ class ForwardHook:
             cache,
             kwargs.get("attention_mask"),
             kwargs.get("position_ids"),
-            kwargs.get("cu_seq_lens_q"),
+            bounds,
             rows,
             q_len,
         )
