@@ -123,7 +123,9 @@ def main():
         text = cpu.post("/tokenize", {"content": TEXT.read_text(encoding="utf-8")})["tokens"]
         for length in args.lengths:
             for attention in ATTENTIONS:
-                how = {"attention": attention, "top_k": args.top_k, "init": 16, "local": 128}
+                how = {"attention": attention}
+                if attention != "dense":
+                    how |= {"top_k": args.top_k, "init": 16, "local": 128}
                 rows.append(compare(cpu, gpu, text[:length], how, args))
                 print(json.dumps(rows[-1]), flush=True)
                 if args.out:

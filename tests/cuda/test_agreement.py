@@ -71,7 +71,7 @@ def compare(f, lists, name):
     differ must be near-ties. Prints how many there are, and how many of the CPU's differ from them."""
     differing, gap, count, small = {}, {}, 0, 0
     for rows, scores, near in chunks(f):
-        best = scores.sort(-1, descending=True, stable=True)
+        best = scores.sort(dim=-1, descending=True, stable=True)
         kth = best.values[..., f.top_k - 1]
         want = best.indices[..., : f.top_k].sort(-1).values
         count += kth.numel()
