@@ -72,7 +72,7 @@ niah() {
   local text=()
   if [[ -e $haystack ]]; then text=(--haystack "$haystack"); else echo "$step: no $haystack, the program's own text"; fi
   attempt "$step" "$phsa" niah -m "$model" --device "$device" --chunk 32768 --out "$out/$step.jsonl" "${text[@]}" \
-    --attention "$policies" -K "$top_ks" --lambda "$weights" "$@"
+    --attention "$policies" -K "$top_ks" --lambda "$weights" --punctuation en "$@"
 }
 
 # Whether a file has more than its first line, which says how it was made.

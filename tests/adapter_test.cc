@@ -65,7 +65,7 @@ std::unique_ptr<Adapter> Open(const TempFolder& folder, const std::string& confi
 
 std::string RefusalOf(const std::string& config, const Tensors& tensors = SmallTensors()) {
   const TempFolder folder;
-  const std::string message = Refusal([&] { Open(folder, config, tensors); });
+  std::string message = Refusal([&] { Open(folder, config, tensors); });
   EXPECT_EQ(message.find('\n'), std::string::npos);
   EXPECT_NE(message.find("adapter_"), std::string::npos) << message;
   return message;

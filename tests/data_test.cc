@@ -265,7 +265,7 @@ TEST(TokenFolder, WithoutPublishNothingIsLeft) {
     tokens.Publish();
   }
   EXPECT_NE(Refusal([&] { TokenFolder(out, info, false); }).find("--force"), std::string::npos);
-  TokenFolder(out, info, true);  // replaces nothing before it publishes
+  (void)TokenFolder(out, info, true);  // replaces nothing before it publishes
   EXPECT_TRUE(fs::exists(out / "index.json"));
   EXPECT_FALSE(fs::exists(out / ".part"));
 }

@@ -49,7 +49,7 @@ TEST(Sampler, FrequenciesFollowTheProbabilities) {
 }
 
 // Which tokens come up at all.
-std::vector<int32_t> Reached(SamplerSettings settings, const std::vector<float>& logits,
+std::vector<int32_t> Reached(const SamplerSettings& settings, const std::vector<float>& logits,
                              std::span<const int32_t> seen = {}) {
   Sampler sampler(settings);
   std::map<int32_t, int> counts;
@@ -342,7 +342,7 @@ TEST(AttentionChoice, TheRuleIsThatOfTheTable) {
     AttentionChoice choice = ChoiceFromJson(one.value("arguments", Json::object()));
     if (one.contains("settings")) choice.config_json = one["settings"].dump();
     const auto resolve = [&] {
-      const LayerSettings settings = ResolveAttention(choice, config, one.value("context", 8192));
+      LayerSettings settings = ResolveAttention(choice, config, one.value("context", 8192));
       RefuseWithoutEffect(choice, {&settings, 1}, false);
       return settings;
     };

@@ -11,7 +11,7 @@
 #include "test_backend.h"
 
 int main(int argc, char** argv) {
-  using namespace phsa;
+  using namespace phsa;  // NOLINT: a program of one function
   if (argc != 6 && argc != 7) {
     std::fprintf(stderr, "usage: logits_of MODEL WEIGHTS KV_TYPE CHUNK THREADS [ADAPTER] <ids >logits\n");
     return 2;

@@ -25,7 +25,7 @@ LayerSettings Dense() {
 // Everything a test needs to run a model, in the order in which it must be made.
 struct Runner {
   explicit Runner(const FakeModel& model, WeightsMode mode = WeightsMode::kF32, int32_t kv_type = PHSA_F32,
-                  int32_t num_threads = 1, int32_t pages = 8, LayerSettings settings = Dense())
+                  int32_t num_threads = 1, int32_t pages = 8, const LayerSettings& settings = Dense())
       : threads(num_threads),
         backend(TestBackend(model, mode, kv_type, 256, threads)),
         cache(TestCache(*backend, PageLayout(model.config(), settings, kv_type), pages)),

@@ -1011,7 +1011,7 @@ TEST(NiahExport, HoldsSamplesAndWhatTheirRecordsWillBe) {
   const auto header = nlohmann::json::parse(line);
   EXPECT_EQ(header.at("format"), "phsa niah samples 1");
   EXPECT_EQ(header.at("vocabulary"), std::min(300, TheTokenizer().vocab_size()));
-  EXPECT_EQ(header.at("punctuation").at("en"), PunctuationOf(TheTokenizer(), "en").Ids());
+  EXPECT_EQ(header.at("punctuation").at("en+zh"), PunctuationOf(TheTokenizer(), "en+zh").Ids());
   size_t exported = 0;
   while (std::getline(file, line)) {
     const auto sample = nlohmann::json::parse(line);

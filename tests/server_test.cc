@@ -213,7 +213,7 @@ class FakeExchange : public Exchange {
 
 class ServiceTest : public ::testing::Test {
  protected:
-  explicit ServiceTest(ServiceOptions options = {}, WorkerOptions limits = {})
+  explicit ServiceTest(const ServiceOptions& options = {}, WorkerOptions limits = {})
       : engine(LoadedEngine(Options())),
         metrics("fake"),
         worker(*engine, limits, metrics),

@@ -107,13 +107,13 @@ def token_bytes(tokenizer: Any) -> tuple[list[bytes], list[bool]]:
     return tokens, special
 
 
-def flag_table(tokenizer: Any, punctuation: str = "en", size: int | None = None) -> bytes:
+def flag_table(tokenizer: Any, punctuation: str = "en+zh", size: int | None = None) -> bytes:
     """One byte per token id, 1 where it is punctuation. ``size``: of the model's vocabulary, where it is larger."""
     tokens, special = token_bytes(tokenizer)
     table = _library.punctuation_table(punctuation, tokens, special)
     return table if size is None else table.ljust(size, b"\0")
 
 
-def ids(tokenizer: Any, punctuation: str = "en") -> list[int]:
+def ids(tokenizer: Any, punctuation: str = "en+zh") -> list[int]:
     """The token ids that are punctuation, ascending."""
     return [index for index, flag in enumerate(flag_table(tokenizer, punctuation)) if flag]

@@ -74,7 +74,7 @@ class Settings:
     block: int | None = None
     group_reduce: str = "sum"
     dense_below: int = 0
-    punctuation: str | tuple[int, ...] = "en"
+    punctuation: str | tuple[int, ...] = "en+zh"
 
     def __post_init__(self) -> None:
         for name in _JSON_NAMES:

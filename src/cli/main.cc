@@ -146,4 +146,5 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace phsa::cli
 
+// NOLINTNEXTLINE(bugprone-exception-escape): what is left is that the message could not be printed
 int main(int argc, char** argv) { return phsa::cli::Main(argc, argv); }

@@ -12,7 +12,7 @@ namespace phsa::cli {
 namespace {
 
 struct PunctuationFlags {
-  std::string path, set = "en";
+  std::string path, set = Settings{}.punctuation;
   bool ids = false, json = false;
 };
 

@@ -62,7 +62,7 @@ void RunServe(const ServeFlags& flags) {
         "--host 127.0.0.1",
         Quoted(flags.server.host));
   }
-  server::AllowedHosts{flags.service.hosts};  // what is wrong in them is said before a model is loaded
+  (void)server::AllowedHosts{flags.service.hosts};  // what is wrong in them is said before a model is loaded
   const bool no_log = flags.log_file == "none" || (flags.log_file == "-" && IsQuiet());
   server::AccessLog log(no_log ? "" : flags.log_file);
   std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -86,7 +87,7 @@ void ProgressBar::Update(double share, const std::string& note) {
   visible_ = true;
   share = std::clamp(share, 0.0, 1.0);
   constexpr int kWidth = 24;
-  const int full = static_cast<int>(share * kWidth + 0.5);
+  const int full = static_cast<int>(std::lround(share * kWidth));
   std::string line = fmt::format("\r\x1b[K{} [", label_);
   for (int i = 0; i < kWidth; ++i) line += i < full ? "█" : "·";
   line += fmt::format("] {:3.0f} % {}", share * 100, note);
@@ -113,7 +114,7 @@ std::string BytesInWords(uint64_t bytes) {
 std::string DurationInWords(double seconds) {
   if (seconds < 1) return fmt::format("{:.2f} s", seconds);
   if (seconds < 10) return fmt::format("{:.1f} s", seconds);
-  const auto whole = static_cast<int64_t>(seconds + 0.5);
+  const auto whole = static_cast<int64_t>(std::llround(seconds));
   if (whole < 60) return fmt::format("{} s", whole);
   if (whole < 3600) return fmt::format("{} min {} s", whole / 60, whole % 60);
   return fmt::format("{} h {} min", whole / 3600, whole % 3600 / 60);

@@ -170,7 +170,7 @@ class NumberPattern {
 // Which modules the adapter says that it changes; nothing where that cannot be told without PEFT.
 class Targets {
  public:
-  Targets(const JsonFields& fields) : where_(fields.Where("target_modules")) {
+  explicit Targets(const JsonFields& fields) : where_(fields.Where("target_modules")) {
     for (const char* key : {"exclude_modules", "layers_to_transform"}) {
       if (const Json* value = fields.Find(key); value != nullptr && !IsUnset(*value)) return;
     }

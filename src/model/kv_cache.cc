@@ -128,7 +128,7 @@ Sequence::Sequence(KvCache& cache, std::shared_ptr<const TextAttention> attentio
 
 Sequence::Sequence(Sequence&& other) noexcept
     : cache_(other.cache_),
-      attention_(other.attention_),  // what is left behind is an empty text of the same kind
+      attention_(other.attention_),  // NOLINT: what is left behind is an empty text of the same kind
       tokens_(std::move(other.tokens_)),
       pages_(std::move(other.pages_)) {
   other.tokens_.clear();

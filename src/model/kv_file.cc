@@ -154,11 +154,11 @@ std::optional<size_t> ToNumber(std::string_view text) {
 // The header's lines, and where the rest of the file begins.
 class Header {
  public:
-  Header(const MappedFile& file) : path_(file.path()) {
+  explicit Header(const MappedFile& file) : path_(file.path()) {
     const std::string_view text(reinterpret_cast<const char*>(file.data()), std::min(file.size(), kMaxHeader));
     if (!text.starts_with(kMagic)) ThrowInvalid("{}: not a KV cache of this program; {}", path_, kReadAgain);
     const size_t end = text.find("\n\n");
-    if (end == text.npos) ThrowInvalid("{}: cut within its header; {}", path_, kReadAgain);
+    if (end == std::string_view::npos) ThrowInvalid("{}: cut within its header; {}", path_, kReadAgain);
     lines_ = text.substr(kMagic.size() - 1, end + 1 - (kMagic.size() - 1));
     size_ = end + 2;
   }
@@ -166,7 +166,8 @@ class Header {
   std::string_view Value(const std::string& name) const {
     const std::string key = fmt::format("\n{}: ", name);
     const size_t at = lines_.find(key);
-    if (at == lines_.npos) ThrowInvalid("{}: its header does not say {}; {}", path_, Quoted(name), kReadAgain);
+    if (at == std::string_view::npos)
+      ThrowInvalid("{}: its header does not say {}; {}", path_, Quoted(name), kReadAgain);
     const size_t begin = at + key.size();
     return lines_.substr(begin, lines_.find('\n', begin) - begin);
   }
