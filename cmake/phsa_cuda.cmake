@@ -7,6 +7,14 @@ if(NOT PHSA_CUDA MATCHES "^(ON|OFF|AUTO)$")
   message(FATAL_ERROR "PHSA_CUDA is ${PHSA_CUDA}: it must be ON, OFF or AUTO")
 endif()
 
+# find_package(CUDAToolkit): that of CMake 3.25 wants to set a property of CUDA::nvToolsExt, which CUDA 13 has no more.
+macro(phsa_find_cuda)
+  if(NOT TARGET CUDA::nvToolsExt)
+    add_library(CUDA::nvToolsExt INTERFACE IMPORTED)
+  endif()
+  find_package(CUDAToolkit 12 ${ARGN})
+endmacro()
+
 set(PHSA_CUDA_FOUND ${PHSA_CUDA})
 if(PHSA_CUDA STREQUAL "AUTO")
   include(CheckLanguage)
@@ -14,7 +22,7 @@ if(PHSA_CUDA STREQUAL "AUTO")
   set(PHSA_CUDA_FOUND OFF)
   if(CMAKE_CUDA_COMPILER)
     # C++20 and Hopper's instructions are known from CUDA 12 on; the engine includes cuBLASLt's header.
-    find_package(CUDAToolkit 12 QUIET)
+    phsa_find_cuda(QUIET)
     find_path(PHSA_CUBLASLT_INCLUDE cublasLt.h HINTS ${CUDAToolkit_INCLUDE_DIRS})
     mark_as_advanced(PHSA_CUBLASLT_INCLUDE)
     if(CUDAToolkit_FOUND AND (PHSA_CUBLASLT_INCLUDE OR NOT PHSA_ENGINE))
@@ -26,7 +34,7 @@ endif()
 # CUDA's run time for whoever links our objects, and its headers for none of them: a source that has no business with CUDA
 # is compiled alike in every build, so that ccache has it.
 if(PHSA_CUDA_FOUND)
-  find_package(CUDAToolkit REQUIRED)
+  phsa_find_cuda(REQUIRED)
   if(NOT TARGET phsa_cudart)
     add_library(phsa_cudart INTERFACE)
     target_link_libraries(phsa_cudart INTERFACE $<LINK_ONLY:CUDA::cudart_static>)

@@ -120,7 +120,7 @@ double Recall(const HeadChoice& head) {
 }
 
 Inspection Inspect(Engine& engine, std::span<const int32_t> prompt, int32_t last, const GenerateOptions& options,
-                   const GenerateCallbacks& callbacks, std::shared_ptr<const TextAttention> attention) {
+                   const GenerateCallbacks& callbacks, const std::shared_ptr<const TextAttention>& attention) {
   PHSA_CHECK(last >= 1 && static_cast<size_t>(last) <= prompt.size());
   Watcher watcher(engine, static_cast<int32_t>(prompt.size()) - last);
   Inspection out;

@@ -54,7 +54,7 @@ double Recall(const HeadChoice& head);
 // prompt's last `last` tokens and for each token of the answer that was read. 1 <= last <= prompt.size(). `attention`:
 // none where the text is read as the engine reads texts.
 Inspection Inspect(Engine& engine, std::span<const int32_t> prompt, int32_t last, const GenerateOptions& options,
-                   const GenerateCallbacks& callbacks, std::shared_ptr<const TextAttention> attention = nullptr);
+                   const GenerateCallbacks& callbacks, const std::shared_ptr<const TextAttention>& attention = nullptr);
 
 // The text of each token. A character that several tokens share stands whole at the last of them and the others are
 // empty; bytes that are no character are U+FFFD. Control tokens are shown by their names.
