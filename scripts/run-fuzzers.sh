@@ -1,12 +1,15 @@
 #!/bin/bash
-# Runs every fuzzer of a build for some seconds, from the seeds in fuzz/corpus, as many at a time as there are cores (or
-# JOBS). What it finds new stays in the build folder; a crash leaves its input there, shows its report and fails.
+# Runs every fuzzer of a build for some seconds, from the seeds in fuzz/corpus and what long runs found
+# (fuzz/found.tar.gz, minimised), as many at a time as there are cores (or JOBS). What it finds new stays in the build
+# folder; a crash leaves its input there, shows its report and fails.
 #
 #   scripts/run-fuzzers.sh build/asan 5
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 export build=$1 seconds=$2
+mkdir -p "$build/corpus"
+tar -xzf fuzz/found.tar.gz -C "$build/corpus" --strip-components=1
 run_one() {
   local name=$1
   local found=$build/corpus/${name#fuzz_} log=$build/$name.log
