@@ -165,7 +165,7 @@ def test_a_gguf_file_that_is_exported_is_the_same_model(phsa, adapted, tmp_path)
         text = run(phsa, "tokenize", source, "-p", "One, two; 345 ünïcödé <|im_end|>", "--ids").stdout
         assert text == run(phsa, "tokenize", folder / "model", "-p", "One, two; 345 ünïcödé <|im_end|>", "--ids").stdout
     carried = json.loads(json.loads(run(phsa, "info", out, "--json").stdout)["phsa_settings"])
-    assert {**carried, **SETTINGS} == carried and carried["punctuation"] == "en", "what is saved is complete"
+    assert {**carried, **SETTINGS} == carried and carried["punctuation"] == "en+zh", "what is saved is complete"
     # And back again: a folder made of the file.
     run(phsa, "export", "-m", out, "--out", tmp_path / "again")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()

@@ -126,7 +126,7 @@ def test_the_trainer(exported, ids, expected, settings):
     trained = Attention().settings(512, config["phsa"]).to_json()
     assert trained == {**settings, "tested_tokens": 512}
     model = transformers.AutoModelForCausalLM.from_pretrained(exported).eval()
-    set_attention(model, trained, {"en": config["phsa_punctuation_ids"]})
+    set_attention(model, trained, {trained["punctuation"]: config["phsa_punctuation_ids"]})
     with torch.no_grad():
         found = log_probabilities(model(torch.tensor([ids])).logits[0].numpy(), ids)
     assert same(found, expected)

@@ -91,9 +91,9 @@ def test_auto_shows_the_settings_that_the_model_carries(document, tmp_path):
 @pytest.mark.parametrize("policy", ["infllm2", "infllm2-64", "streaming", "quest"])
 def test_every_policy_can_be_inspected(tiny, document, policy, tmp_path):
     page = tmp_path / "page.html"
-    budget = () if policy == "infllm2-64" else SMALL
+    budget = {"infllm2-64": (), "streaming": ("--init", 16, "--local", 16)}.get(policy, SMALL)
     ask = ("inspect", "-m", tiny, "-f", document, "--attention", policy, *budget, "--html", page)
-    done = run_phsa(*ask, "--group-reduce", "none")
+    done = run_phsa(*ask, *(() if policy == "streaming" else ("--group-reduce", "none")))
     assert done.returncode == 0, done.stderr
     assert page_data(page)["attention"]["attention"] == policy
 

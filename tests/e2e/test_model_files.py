@@ -87,6 +87,7 @@ def test_models_lists_what_can_be_had_and_what_is_here(phsa: Callable, tmp_path:
     listed = json.loads(phsa("models", "--json", env=env).stdout)
     assert [(model["name"], model["here"]) for model in listed["packaged"]] == [
         ("smollm2-135m", False),
+        ("qwen2.5-coder-0.5b", False),
         ("qwen2.5-coder-1.5b", False),
     ]
     assert listed["hugging_face"] == [{"name": "org/name", "path": str(snapshot / "small.gguf")}]
@@ -98,7 +99,7 @@ def test_models_lists_what_can_be_had_and_what_is_here(phsa: Callable, tmp_path:
     assert "phsa models fetch smollm2-135m" in missing.stderr
     misspelt = phsa("models", "fetch", "smollm", env=env)
     assert misspelt.returncode == 2
-    assert "allowed: smollm2-135m, qwen2.5-coder-1.5b" in misspelt.stderr
+    assert "allowed: smollm2-135m, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b" in misspelt.stderr
 
 
 def test_a_fetch_that_cannot_work_says_what_to_do(phsa: Callable, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_attentions_that_differ_in_one_setting_are_told_apart(niah, tmp_path):
         files.append(str(out))
     found = rows(run_phsa("niah", "--merge", ",".join(files), "--json"))
     assert [(row["method"], row["settings"]["dense_below"]) for row in found] == [
-        ("phsa λ=0.9 (dense below 1024)", 1024),  # what auto does where a file says nothing
+        ("phsa λ=0.9 (dense below 0)", 0),
         ("phsa λ=0.9 (dense below 256)", 256),
     ]
 

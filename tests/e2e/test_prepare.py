@@ -106,7 +106,7 @@ def test_the_tokens_are_those_of_tokenizers(run, phsa, tmp_path, encode, tokeniz
     assert summary["tokens"] == index["tokens"] and summary["shards"] == len(index["shards"]) > 3
     assert all(shard["tokens"] <= 2000 for shard in index["shards"])
     assert index["sources"] == [{"file": "a.jsonl", "documents": 201, "tokens": index["tokens"]}]
-    marks = phsa("punctuation", tokenizer_path, "--ids").stdout.split()
+    marks = phsa("punctuation", tokenizer_path, "--set", "en", "--ids").stdout.split()
     assert index["punctuation"]["en"] == list(map(int, marks))
     sequences = Sequences(Shards(tmp_path / "tokens"), 128, seed=0)
     assert sum(map(len, sequences[0])) == 128

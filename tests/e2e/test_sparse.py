@@ -219,7 +219,7 @@ def cache_check(model, ids, weights, kv_type, threads, tmp_path, settings=SETTIN
     return {row["way"]: row for row in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("tokens", [224, pytest.param(400, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tokens", [304, pytest.param(400, marks=pytest.mark.long)])
 @pytest.mark.parametrize("weights, kv_type", [("f32", "f32"), ("auto", "bf16")])
 def test_however_the_text_comes_the_choices_are_the_same(smollm2, weights, kv_type, tokens, tmp_path):
     out = run_phsa("tokenize", smollm2, "-f", TEXT, "--ids", "--no-special").stdout
