@@ -201,16 +201,17 @@ class TileAttention {
   void AddBlock(const BlockLists& blocks, int32_t block) {
     const int32_t m = plan_.block;
     const int32_t words = m / products_.per_word;
-    const uint32_t* values = packed_.values + int64_t{block} * words * plan_.head_dim;
+    const uint32_t* values = s_.values;
     int64_t stride = plan_.head_dim;
-    if (packed_.values == nullptr) {
+    if (packed_.values != nullptr) {
+      values = packed_.values + int64_t{block} * words * plan_.head_dim;
+    } else {
       const void* v = At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, tile_.seq, block * m, tile_.kv_head));
       if (plan_.dtype == PHSA_F32) {
         values = static_cast<const uint32_t*>(v);
         stride = kv_.v_token_stride;
       } else {
         products_.pack_values(v, kv_.v_token_stride, plan_.dtype, m, plan_.head_dim, s_.values);
-        values = s_.values;
       }
     }
     int32_t n = 0;
