@@ -33,7 +33,7 @@ fi
 
 lent=()
 if nvcc=$(command -v nvcc); then lent+=(--volume "$(realpath "$(dirname "$nvcc")/.."):/usr/local/cuda:ro"); fi
-if cache=$(ccache --get-config cache_dir 2>/dev/null); then lent+=(--volume "$cache:/root/.cache/ccache:rw"); fi
+if cache=$(ccache --get-config cache_dir 2>/dev/null); then lent+=(--volume "$cache:/var/cache/ccache:rw"); fi
 buildah build --pull-never --layers=false --build-arg BASE=localhost/phsa-base --build-arg CUDA=$cuda "${lent[@]}" \
   --tag "$name" -f Containerfile .
 rm -f "$out/$name.tar"
