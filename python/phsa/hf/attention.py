@@ -242,17 +242,20 @@ def attention_function(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The attention for transformers' attention interface. query: (batch, heads, tokens, head_dim)."""
-    if not isinstance(phsa_batch, GraphBatch):
-        return _attend_eagerly(
-            module, query, key, value, attention_mask, scaling, dropout, is_causal, phsa_batch, **kwargs
-        )
     window = kwargs.get("sliding_window")
     _refuse(module, dropout if window is None else 0.0, is_causal, kwargs)
-    query, key, value = _same_type(query, key, value)
+    if phsa_batch is None:
+        raise RuntimeError(
+            "phsa: the model's forward hook did not run, so there are no punctuation flags. Call "
+            "phsa.hf.enable(model) on the model that is used"
+        )
     if window is not None:
-        return windowed(module, query, key, value, attention_mask, scaling, dropout)
-    settings = phsa_batch.settings.for_layer(module.layer_idx)
+        return windowed(module, *_same_type(query, key, value), attention_mask, scaling, dropout)
     scale = default_scale(query.shape[-1]) if scaling is None else float(scaling)
+    if not isinstance(phsa_batch, GraphBatch):
+        return _attend_eagerly(module, query, key, value, attention_mask, scale, phsa_batch), None
+    query, key, value = _same_type(query, key, value)
+    settings = phsa_batch.settings.for_layer(module.layer_idx)
     rows, options = [x.transpose(1, 2) for x in (query, key, value)], _options(settings, scale, phsa_batch.backend)
     flags = phsa_batch.flags if settings.needs_flags else None
     if phsa_batch.bounds is None:
@@ -271,21 +274,9 @@ def _attend_eagerly(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    phsa_batch: Batch | None = None,
-    **kwargs: object,
-) -> tuple[Tensor, None]:
-    window = kwargs.get("sliding_window")
-    _refuse(module, dropout if window is None else 0.0, is_causal, kwargs)
-    if phsa_batch is None:
-        raise RuntimeError(
-            "phsa: the model's forward hook did not run, so there are no punctuation flags. Call "
-            "phsa.hf.enable(model) on the model that is used"
-        )
-    if window is not None:
-        return windowed(module, *_same_type(query, key, value), attention_mask, scaling, dropout)
+    scale: float,
+    batch: Batch,
+) -> Tensor:
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
         raise ValueError("phsa: the attention mask is not 2-D (batch, tokens); other masks are not supported")
     if value.shape[-1] != query.shape[-1]:
@@ -294,9 +285,7 @@ def _attend_eagerly(
         )
     if not hasattr(module, "layer_idx"):
         raise ValueError(f"phsa: {type(module).__name__} does not know its layer; phsa supports causal decoders only")
-    batch = phsa_batch
     settings = batch.settings.for_layer(module.layer_idx)
-    scale = default_scale(query.shape[-1]) if scaling is None else float(scaling)
 
     layer = None
     if batch.cache is not None and module.layer_idx < len(batch.cache.layers):
@@ -318,10 +307,8 @@ def _attend_eagerly(
     in_place = layer is not None and not learns and batch.kv_index is None and not batch.packed
     # Representatives are kept in the type of the cache; where autocast asks for another, they are computed anew.
     if in_place and layer is not None and typed[1] is key:
-        out = _attend_cached(batch, layer, settings, scale, *typed)
-    else:
-        out = _attend_packed(batch, layer, settings, scale, *typed)
-    return out, None
+        return _attend_cached(batch, layer, settings, scale, *typed)
+    return _attend_packed(batch, layer, settings, scale, *typed)
 
 
 def _rows(x: Tensor, index: Tensor | None) -> Tensor:
