@@ -1,4 +1,5 @@
-// Any template is either refused with phsa::Error or renders a conversation in which the messages open no turn.
+// Any template is either refused with phsa::Error or renders a conversation; in one that asks nothing about what is
+// said, the messages open no turn.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -34,7 +35,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view text = input.substr(0, input.find('\0'));
   const std::string content(text.size() < size ? input.substr(text.size() + 1) : "");
   try {
-    const phsa::ChatTemplate chat = phsa::ChatTemplate::Recognise(text);
+    // This one may write what it likes for what it reads, so its turns are not counted.
+    const std::vector<phsa::ChatMessage> messages = {{"user", content}, {"assistant", "y"}, {"user", content}};
+    phsa::ChatTemplate::Recognise(text).Encode(messages, true, kTokenizer);
+  } catch (const phsa::Error&) {
+  }
+  try {
+    static const std::vector<std::string> kNames = phsa::ChatTemplate::Names();
+    const phsa::ChatTemplate chat = phsa::ChatTemplate::ByName(kNames[size % kNames.size()]);
     const auto controls = [&](const std::string& said) {
       const std::vector<phsa::ChatMessage> messages = {{"user", said}, {"assistant", "y"}, {"user", said}};
       chat.Render(messages, true, kTokenizer);

@@ -617,8 +617,8 @@ TEST(ChatTemplate, WhatCannotBeRenderedIsRefused) {
   const Tokenizer tokenizer = ChatTokenizer();
   const ChatTemplate chat = ChatTemplate::ByName("chatml");
   Refusal([&] { chat.Render({}, true, tokenizer); });
-  const std::vector<ChatMessage> tool = {{"tool", "x"}};
-  EXPECT_NE(Refusal([&] { chat.Render(tool, true, tokenizer); }).find("tool"), std::string::npos);
+  const std::vector<ChatMessage> narrator = {{"narrator", "x"}};
+  EXPECT_NE(Refusal([&] { chat.Render(narrator, true, tokenizer); }).find("narrator"), std::string::npos);
   const Tokenizer other = Kind("qwen2");
   EXPECT_NE(Refusal([&] { ChatTemplate::ByName("llama-3").Encode(kChat, true, other); }).find("<|start_header_id|>"),
             std::string::npos);
@@ -655,27 +655,66 @@ TEST(ChatTemplate, TheDefaultSystemMessageIsTheTemplatesOwn) {
             "<|im_start|>system\nYou're \"Ada\".<|im_end|>\n<|im_start|>user\nx<|im_end|>\n");
 }
 
-TEST(ChatTemplate, OtherTemplatesAreRefusedAndTheOptionIsNamed) {
-  const std::string chatml =
-      R"({% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}{% endfor %})";
-  const std::string kTemplates[] = {
-      "",
-      "{{",
-      "{% for",
-      "{{ 'x",
-      "Question: {{ messages[0]['content'] }}",
-      "{% for m in messages %}[INST] {{ m['content'] }} [/INST]{% endfor %}",
-      "Hello! " + chatml,                               // prints more
-      chatml + "\n\n{{ '<|im_start|>assistant\\n' }}",  // an empty line between
-      chatml + "{{ '<|im_start|>assistant\\n<think>\\n' }}",
-      chatml + "{{ '<|im_start|>assistant\\n' | upper }}",
-      chatml + "{{ eos_token }}",
-      chatml + "{% if messages[-1]['role'] != 'assistant' %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
-      R"({% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>\n'}}{% endfor %})",
-  };
-  for (const std::string& text : kTemplates) {
+TEST(ChatTemplate, WhatIsNoTemplateIsRefusedAndTheOptionIsNamed) {
+  for (const char* text : {"", "{{", "{% for", "{{ 'x"}) {
     EXPECT_NE(Refusal([&] { ChatTemplate::Recognise(text); }).find("--chat-template"), std::string::npos) << text;
   }
+}
+
+TEST(ChatTemplate, AnyTemplateIsRunAndWhatItRaisesIsSaid) {
+  const Tokenizer tokenizer = ChatTokenizer();
+  const ChatTemplate own = ChatTemplate::Recognise(
+      "{% for m in messages %}[{{ m.role | upper }}]{{ m['content'] }}{% endfor %}"
+      "{% if messages[-1].role != 'user' %}{{ raise_exception('A question comes last') }}{% endif %}{{ eos_token }}");
+  EXPECT_TRUE(own.name().starts_with("own-")) << own.name();
+  EXPECT_EQ(own.Render(std::vector<ChatMessage>{{"system", "a"}, {"user", "b"}}, true, tokenizer), "[SYSTEM]a[USER]b");
+  EXPECT_NE(Refusal([&] {
+              own.Render(std::vector<ChatMessage>{{"assistant", "a"}}, true, tokenizer);
+            }).find("A question comes last"),
+            std::string::npos);
+}
+
+constexpr const char* kTools = R"([{"type": "function", "function": {"name": "f", "parameters": {"z": 1, "a": [2]}}}])";
+const std::vector<ChatMessage> kCalls = {{"user", "q"},
+                                         {"assistant", "", "", {{"f", R"({"y": 1, "x": "<|im_end|>"})", "id"}}},
+                                         {"tool", "<|im_end|>", "", {}, "id", "f"}};
+
+TEST(ChatTemplate, ToolsAreWrittenByTheTemplateThatHasThem) {
+  const Tokenizer tokenizer = ChatTokenizer();
+  const std::string turns =
+      "{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+      "{% for c in m.tool_calls %}({{ c.function.name }} ARGUMENTS){% endfor %}<|im_end|>{% endfor %}";
+  const auto with = [&](const char* arguments) {
+    std::string text = turns;
+    return ChatTemplate::Recognise(text.replace(text.find("ARGUMENTS"), 9, arguments));
+  };
+  const std::string want = R"({"type": "function", "function": {"name": "f", "parameters": {"z": 1, "a": [2]}}})"
+                           "<|im_start|>user\nq<|im_end|><|im_start|>assistant\n"
+                           "(f {\"y\": 1, \"x\": \"<|im_end|>\"})<|im_end|><|im_start|>tool\n<|im_end|><|im_end|>";
+  // Arguments as the template wants them: an object, or its text.
+  for (const char* arguments : {"{{ c.function.arguments | tojson }}", "{{ c.function.arguments + '' }}"}) {
+    const ChatTemplate chat = with(arguments);
+    EXPECT_TRUE(chat.has_tools());
+    std::string got = chat.Render(kCalls, false, tokenizer, {.tools = kTools});
+    EXPECT_EQ(got, want) << arguments;
+    const Ids ids = chat.Encode(kCalls, false, tokenizer, {.tools = kTools});
+    EXPECT_EQ(std::count_if(ids.begin(), ids.end(), [&](int32_t id) { return tokenizer.IsSpecial(id); }), 6);
+  }
+}
+
+TEST(ChatTemplate, ToolsAreSaidInWordsWhereTheTemplateHasNone) {
+  const Tokenizer tokenizer = ChatTokenizer();
+  const ChatTemplate chat = ChatTemplate::ByName("chatml");
+  EXPECT_FALSE(chat.has_tools());
+  const std::string text = chat.Render(kCalls, true, tokenizer, {.tools = kTools});
+  EXPECT_EQ(text.rfind("<|im_start|>system\n", 0), 0u);
+  EXPECT_NE(text.find(std::string("<tools>\n") + kTools + "\n</tools>"), std::string::npos);
+  EXPECT_NE(
+      text.find(
+          "<|im_start|>assistant\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"y\": 1, \"x\": \"<|im_end|>\"}}"
+          "\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n<|im_end|>\n</tool_response><|im_end|>"),
+      std::string::npos)
+      << text;
 }
 
 }  // namespace

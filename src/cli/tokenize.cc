@@ -113,7 +113,7 @@ class Command {
   explicit Command(const TokenizeFlags& flags) : flags_(flags), loaded_(LoadTokenizerAt(flags.path)) {
     if (flags.chat.empty()) return;
     chat_ = ChooseChatTemplate(flags.chat_template, loaded_.chat_template);
-    variables_.enable_thinking = !flags.no_thinking;
+    if (flags.no_thinking) variables_.enable_thinking = false;
     variables_.date_string = flags.date;
   }
 

@@ -1,6 +1,7 @@
 #include "tokenizer/added_tokens.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "tokenizer/unicode_sets.h"
 #include "tokenizer/utf8_scan.h"
@@ -24,6 +25,13 @@ size_t CharacterBefore(std::string_view text, size_t end) {
 }
 
 }  // namespace
+
+bool SpecialPlaces::Hold(size_t begin, size_t end) const {
+  if (everywhere) return true;
+  const auto after = std::upper_bound(ranges.begin(), ranges.end(), begin,
+                                      [](size_t place, const TextRange& range) { return place < range.begin; });
+  return after != ranges.begin() && end <= std::prev(after)->end;
+}
 
 AddedTokenFinder::AddedTokenFinder() : token_of_{-1}, word_character_(Pattern::OneOf(RustWordCharacters())) {}
 
@@ -61,7 +69,7 @@ bool AddedTokenFinder::IsWordCharacter(std::string_view character, Pattern::Scra
   return !matches.empty();
 }
 
-void AddedTokenFinder::Split(std::string_view text, bool recognise_special, Pattern::Scratch* scratch,
+void AddedTokenFinder::Split(std::string_view text, const SpecialPlaces& special, Pattern::Scratch* scratch,
                              std::vector<Piece>* pieces) const {
   size_t done = 0;
   for (size_t at = 0; at < text.size();) {
@@ -73,7 +81,7 @@ void AddedTokenFinder::Split(std::string_view text, bool recognise_special, Patt
     }
     size_t begin = at;
     at = end;  // also where the match does not count: no shorter or later token is looked for inside it
-    if (token->special && !recognise_special) continue;
+    if (token->special && !special.Hold(begin, end)) continue;
     if (token->single_word) {
       const size_t before = begin == 0 ? 0 : CharacterBefore(text, begin);
       if (begin > 0 && IsWordCharacter(text.substr(before, begin - before), scratch)) continue;

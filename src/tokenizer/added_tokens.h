@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -22,6 +23,13 @@ struct AddedToken {
   bool left_strip = false, right_strip = false;  // takes the white space on that side with it
 };
 
+// Where in a text control tokens are meant as such.
+struct SpecialPlaces {
+  bool everywhere = false;
+  std::span<const TextRange> ranges = {};  // else: inside of one of these, which are in order and do not touch
+  bool Hold(size_t begin, size_t end) const;
+};
+
 // Finds the tokens of a set, as tokenizers does: leftmost, then longest.
 class AddedTokenFinder {
  public:
@@ -34,8 +42,8 @@ class AddedTokenFinder {
   // The first of equal texts counts.
   void Add(const AddedToken& token, std::string_view text);
 
-  // Appends the pieces of `text`. Without recognise_special, control tokens stay text.
-  void Split(std::string_view text, bool recognise_special, Pattern::Scratch* scratch,
+  // Appends the pieces of `text`. Elsewhere than in `special`, control tokens stay text.
+  void Split(std::string_view text, const SpecialPlaces& special, Pattern::Scratch* scratch,
              std::vector<Piece>* pieces) const;
 
  private:

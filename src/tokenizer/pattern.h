@@ -8,11 +8,9 @@
 #include <string_view>
 #include <vector>
 
-namespace phsa {
+#include "tokenizer/text_range.h"
 
-struct TextRange {
-  size_t begin, end;
-};
+namespace phsa {
 
 // Oniguruma's syntax in PCRE2's. What we do not know to mean the same is refused by name. `where` begins the message.
 std::string TranslatePattern(std::string_view pattern, const std::string& where);

@@ -34,6 +34,7 @@ constexpr size_t kKeptBytes = 1 << 20;
 struct Tokenizer::Impl {
   explicit Impl(TokenizerParts the_parts);
 
+  std::vector<int32_t> Encode(std::string_view text, const SpecialPlaces& special) const;
   void EncodePiece(std::string_view text, bool recognise_special, Scratch* scratch, std::vector<int32_t>* ids) const;
   void EncodeWords(std::string_view text, bool recognise_special, Scratch* scratch, std::vector<int32_t>* ids) const;
   std::unique_ptr<Scratch> Borrow() const;
@@ -98,7 +99,7 @@ void Tokenizer::Impl::EncodePiece(std::string_view text, bool recognise_special,
                                   std::vector<int32_t>* ids) const {
   if (parts.nfc) text = NormalizeNfc(text, &scratch->normalized);
   scratch->normalized_pieces.clear();
-  normalized_tokens.Split(text, recognise_special, &scratch->pre_tokenizer.pattern, &scratch->normalized_pieces);
+  normalized_tokens.Split(text, {recognise_special}, &scratch->pre_tokenizer.pattern, &scratch->normalized_pieces);
   for (const AddedTokenFinder::Piece& piece : scratch->normalized_pieces) {
     if (piece.id >= 0) {
       ids->push_back(piece.id);
@@ -145,6 +146,14 @@ Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
 Tokenizer& Tokenizer::operator=(Tokenizer&&) noexcept = default;
 
 std::vector<int32_t> Tokenizer::Encode(std::string_view text, SpecialTokens special) const {
+  return impl_->Encode(text, {special == SpecialTokens::kRecognise});
+}
+
+std::vector<int32_t> Tokenizer::Encode(std::string_view text, std::span<const TextRange> special) const {
+  return impl_->Encode(text, {false, special});
+}
+
+std::vector<int32_t> Tokenizer::Impl::Encode(std::string_view text, const SpecialPlaces& places) const {
   if (text.size() > kLongestText) {
     ThrowInvalid("tokenizer: the text has {} bytes; allowed at once: {}", text.size(), kLongestText);
   }
@@ -152,21 +161,21 @@ std::vector<int32_t> Tokenizer::Encode(std::string_view text, SpecialTokens spec
     ThrowInvalid("tokenizer: the text is not UTF-8: byte {} is 0x{:02x}; convert it first", bad,
                  static_cast<uint8_t>(text[bad]));
   }
-  const bool recognise = special == SpecialTokens::kRecognise;
   std::vector<int32_t> ids;
   // A call that throws does not give it back: what it left there is not known.
-  std::unique_ptr<Scratch> scratch = impl_->Borrow();
+  std::unique_ptr<Scratch> scratch = Borrow();
   scratch->pre_tokenizer.pattern.Restart(text.size());
   scratch->pieces.clear();
-  impl_->raw_tokens.Split(text, recognise, &scratch->pre_tokenizer.pattern, &scratch->pieces);
+  raw_tokens.Split(text, places, &scratch->pre_tokenizer.pattern, &scratch->pieces);
   for (const AddedTokenFinder::Piece& piece : scratch->pieces) {
     if (piece.id >= 0) {
       ids.push_back(piece.id);
     } else {
-      impl_->EncodePiece(piece.text, recognise, scratch.get(), &ids);
+      const auto begin = static_cast<size_t>(piece.text.data() - text.data());
+      EncodePiece(piece.text, places.Hold(begin, begin + piece.text.size()), scratch.get(), &ids);
     }
   }
-  impl_->Return(std::move(scratch));
+  Return(std::move(scratch));
   return ids;
 }
 

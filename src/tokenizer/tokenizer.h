@@ -9,6 +9,8 @@
 #include <string_view>
 #include <vector>
 
+#include "tokenizer/text_range.h"
+
 namespace phsa {
 
 struct BpeMerge;
@@ -39,6 +41,8 @@ class Tokenizer {
 
   // No begin or end token is added. Text that is not UTF-8 is refused, naming the offset of the first bad byte.
   std::vector<int32_t> Encode(std::string_view text, SpecialTokens special) const;
+  // Control tokens are recognised where they lie inside of one of these ranges, which are in order and do not touch.
+  std::vector<int32_t> Encode(std::string_view text, std::span<const TextRange> special) const;
   // Invalid UTF-8 (a sequence cut at the end, or arbitrary ids) becomes U+FFFD as in tokenizers. Unknown ids are
   // refused.
   std::string Decode(std::span<const int32_t> ids, bool skip_special) const;

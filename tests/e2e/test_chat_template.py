@@ -230,10 +230,12 @@ def test_a_message_cannot_open_a_turn(phsa, tmp_path):
 @pytest.mark.parametrize(
     ("template", "messages", "says"),
     [
-        ("Ask: {{ messages[0]['content'] }}", [{"role": "user", "content": "x"}], "--chat-template"),
+        ("Ask: {{ messages[0]['content'] }", [{"role": "user", "content": "x"}], "--chat-template"),
+        ("{{ messages[1].content }}", [{"role": "user", "content": "x"}], "line 1"),
+        ("{{ raise_exception('no ' + 'questions') }}", [{"role": "user", "content": "x"}], "no questions"),
         ("", [{"role": "user", "content": "x"}], "--chat-template"),
         (TEMPLATES["chatml"], [], "message"),
-        (TEMPLATES["chatml"], [{"role": "tool", "content": "x"}], "tool"),
+        (TEMPLATES["chatml"], [{"role": "narrator", "content": "x"}], "narrator"),
         (TEMPLATES["chatml"], [{"role": "user"}], "content"),
         (TEMPLATES["chatml"], {"role": "user"}, "list"),
     ],
@@ -247,8 +249,8 @@ def test_what_cannot_be_rendered_is_one_line_and_exit_code_2(phsa, tmp_path, tem
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_an_unknown_template_can_be_replaced_by_name(phsa, tmp_path):
-    write_tokenizer(tmp_path, "Ask: {{ messages[0]['content'] }}")
+def test_a_broken_template_can_be_replaced_by_name(phsa, tmp_path):
+    write_tokenizer(tmp_path, "Ask: {{ messages[0]['content'] }")
     chat = json.dumps([{"role": "user", "content": "x"}])
     done = phsa("tokenize", tmp_path, "--chat", "-", "--chat-template", "chatml", input=chat)
     assert done.stdout == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"

@@ -266,7 +266,7 @@ def test_a_short_text_is_refused_with_both_numbers(tiny, tmp_path):
 
 def test_an_unknown_chat_template_names_the_flag(tiny, tmp_path):
     model = tmp_path / "other.gguf"
-    model.write_bytes(tiny.read_bytes().replace(CHATML.encode(), b"{{ unknown }}".ljust(len(CHATML.encode()))))
+    model.write_bytes(tiny.read_bytes().replace(CHATML.encode(), b"{% unknown %}".ljust(len(CHATML.encode()))))
     refused(run_phsa("run", "-m", model, "-p", "x"), "--chat-template", "chatml")
     named = run_phsa("run", "-m", model, "-p", "x", "-n", 2, "--chat-template", "chatml")
     raw = run_phsa("run", "-m", model, "-p", "x", "-n", 2, "--raw")
