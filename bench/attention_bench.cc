@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <numeric>
 #include <random>
 #include <sstream>
 #include <string>
@@ -26,7 +27,8 @@ using Clock = std::chrono::steady_clock;
 
 struct Options {
   std::vector<int> lengths = {4096, 8192, 16384, 32768, 65536};
-  int q_heads = 16, kv_heads = 8, dim = 128, top_k = 16, init = 128, local = 512, threads = 0, repeat = 3;
+  int q_heads = 16, kv_heads = 8, dim = 128, top_k = 16, init = 128, local = 512, parts = 1, survivors = 64;
+  int threads = 0, repeat = 3;
   float lambda = 0.9f;
   std::vector<std::string> dtypes = {"f32", "bf16"}, policies = {"dense", "phsa"};
   bool backward = true, decode = true, json = false;
@@ -41,7 +43,8 @@ std::vector<std::string> Split(const std::string& text) {
 
 constexpr const char* kOptions =
     "bench_attention [--lengths 4096,8192] [--heads 16/8] [--dim 128] [--dtype f32,bf16] [--top-k 16] [--init 128]\n"
-    "                [--local 512] [--lambda 0.9] [--policies dense,phsa] [--threads N] [--repeat 3] [--backward 0|1]\n"
+    "                [--local 512] [--parts 1] [--survivors 64] [--lambda 0.9] [--policies dense,phsa] [--threads N] "
+    "[--repeat 3] [--backward 0|1]\n"
     "                [--decode 0|1] [--json]\n";
 
 [[noreturn]] void Usage(const std::string& problem) {
@@ -76,6 +79,10 @@ Options Parse(int argc, char** argv) {
       o.policies = Split(value);
     } else if (flag == "--top-k") {
       o.top_k = std::atoi(value.c_str());
+    } else if (flag == "--parts") {
+      o.parts = std::atoi(value.c_str());
+    } else if (flag == "--survivors") {
+      o.survivors = std::atoi(value.c_str());
     } else if (flag == "--init") {
       o.init = std::atoi(value.c_str());
     } else if (flag == "--local") {
@@ -214,6 +221,8 @@ Run Prepare(const Options& o, const std::string& policy, bool bf16, int q_len, i
   desc.settings.policy = phsa::PolicyFromName(policy);
   desc.settings.top_k = o.top_k;
   desc.settings.lambda = o.lambda;
+  desc.settings.parts = o.parts;
+  desc.settings.survivors = o.survivors;
   desc.settings.init_tokens = o.init;
   desc.settings.local_tokens = o.local;
   if (desc.settings.policy == phsa::Policy::kInfllm2_64) desc.settings.block_size = 64;
@@ -293,34 +302,74 @@ Check Verify(const Options& o, const Run& run, int q_len, int kv_len, const Tens
       }
     }
     if (!everything && run.settings.policy == phsa::Policy::kPhsa) {
-      std::vector<double> total(static_cast<size_t>(b));
-      for (int g = 0; g < group; ++g) {
-        std::vector<double> s(static_cast<size_t>(b));
-        double max = -1e300, sum = 0;
-        for (int t = 0; t < b; ++t) {
-          int marks = 0;
-          for (int j = 0; j < m; ++j) marks += flags[static_cast<size_t>(t) * m + j];
-          double dot = 0;
-          for (int c = 0; c < o.dim; ++c) {
-            double mean = 0, mean_marks = 0;
-            for (int j = 0; j < m; ++j) {
-              const double key = k.at(t * m + j, kv_head, c);
-              mean += key / m;
-              if (flags[static_cast<size_t>(t) * m + j]) mean_marks += key / marks;
+      const double rounding = bf16 ? 1e-2 : 1e-4;
+      // The heads' softmax values over `parts` means of each of the blocks, summed by block.
+      const auto scores = [&](int parts, const std::vector<int>& blocks) {
+        std::vector<double> total(static_cast<size_t>(b));
+        const int run_tokens = m / parts;
+        for (int g = 0; g < group; ++g) {
+          std::vector<double> s;
+          for (const int t : blocks) {
+            for (int part = 0; part < parts; ++part) {
+              const int first = t * m + part * run_tokens;
+              int marks = 0;
+              for (int j = first; j < first + run_tokens; ++j) marks += flags[static_cast<size_t>(j)];
+              double dot = 0;
+              for (int c = 0; c < o.dim; ++c) {
+                double mean = 0, mean_marks = 0;
+                for (int j = first; j < first + run_tokens; ++j) {
+                  const double key = k.at(j, kv_head, c);
+                  mean += key / run_tokens;
+                  if (flags[static_cast<size_t>(j)]) mean_marks += key / marks;
+                }
+                double rep = marks == 0 ? mean : o.lambda * mean + (1 - o.lambda) * mean_marks;
+                if (bf16) rep = FromBf16(Bf16(static_cast<float>(rep)));
+                dot += rep * q.at(i, kv_head * group + g, c);
+              }
+              s.push_back(dot * scale);
             }
-            double rep = marks == 0 ? mean : o.lambda * mean + (1 - o.lambda) * mean_marks;
-            if (bf16) rep = FromBf16(Bf16(static_cast<float>(rep)));
-            dot += rep * q.at(i, kv_head * group + g, c);
           }
-          s[static_cast<size_t>(t)] = dot * scale;
-          max = std::max(max, dot * scale);
+          const double max = *std::max_element(s.begin(), s.end());
+          double sum = 0;
+          for (double& x : s) sum += x = std::exp(x - max);
+          for (size_t n = 0; n < s.size(); ++n) {
+            total[static_cast<size_t>(blocks[n / static_cast<size_t>(parts)])] += s[n] / sum;
+          }
         }
-        for (double& x : s) sum += x = std::exp(x - max);
-        for (int t = 0; t < b; ++t) total[static_cast<size_t>(t)] += s[static_cast<size_t>(t)] / sum;
+        return total;
+      };
+      // The n-th best of the blocks of `list` that are candidates.
+      const auto nth = [&](const std::vector<double>& total, const std::vector<int>& list, int n) {
+        std::vector<double> sorted;
+        for (const int t : list) {
+          if (t >= init && t < candidates_end) sorted.push_back(total[static_cast<size_t>(t)]);
+        }
+        std::nth_element(sorted.begin(), sorted.begin() + n - 1, sorted.end(), std::greater<>());
+        return sorted[static_cast<size_t>(n - 1)];
+      };
+      std::vector<int> all(static_cast<size_t>(b));
+      std::iota(all.begin(), all.end(), 0);
+      std::vector<double> total = scores(1, all);
+      std::vector<int> certain = all;
+      if (o.parts > 1) {
+        // Where rounding decides which blocks survive, some may and some must.
+        std::vector<int> possible = all;
+        const int survivors = std::max(o.survivors, slots);
+        if (o.survivors > 0 && candidates_end - init > survivors) {
+          const double last = nth(total, all, survivors);
+          const auto without = [&](double least) {
+            std::vector<int> kept;
+            for (const int t : all) {
+              if (t < init || t >= candidates_end || total[static_cast<size_t>(t)] >= least) kept.push_back(t);
+            }
+            return kept;
+          };
+          possible = without(last * (1 - rounding));
+          certain = without(last * (1 + rounding));
+        }
+        total = scores(o.parts, possible);
       }
-      std::vector<double> sorted(total.begin() + init, total.begin() + candidates_end);
-      std::nth_element(sorted.begin(), sorted.begin() + slots - 1, sorted.end(), std::greater<>());
-      const double least = sorted[static_cast<size_t>(slots - 1)] * (1 - (bf16 ? 1e-2 : 1e-4));
+      const double least = nth(total, certain, slots) * (1 - rounding);
       for (int j = 0; j < slots; ++j) check.wrong_choices += !(total[static_cast<size_t>(chosen[j])] >= least);
     }
     for (int g = 0; g < group; ++g) {
@@ -512,9 +561,9 @@ int main(int argc, char** argv) {
     if (!o.json) {
       std::printf(
           "phsa %s, target %s, %d threads, peak %.0f GFLOP/s (f32 multiply-adds); %d q / %d kv heads x %d, K = %d, "
-          "init %d, local %d, lambda %.2f; best of %d\n",
+          "init %d, local %d, lambda %.2f, %d parts of %d; best of %d\n",
           phsa_version(), phsa_target(), o.threads, peak, o.q_heads, o.kv_heads, o.dim, o.top_k, o.init, o.local,
-          static_cast<double>(o.lambda), o.repeat);
+          static_cast<double>(o.lambda), o.parts, o.parts > 1 ? o.survivors : 0, o.repeat);
     }
     for (const std::string& dtype : o.dtypes) {
       if (dtype != "f32" && dtype != "bf16") Usage("--dtype takes f32 and bf16");

@@ -473,6 +473,9 @@ inline Settings RandomSettings(Random* random, int32_t num_kv_heads) {
       settings.head_lambda.push_back(static_cast<float>(Uniform(random, 0, 4)) / 4);
     }
   }
+  settings.parts = OneOf(random, {1, 1, 1, 2, 4, 8});
+  // Few survivors, so that the coarse level decides something; all of them; the default.
+  settings.survivors = OneOf(random, {0, 1, 2, 4, 7, settings.survivors});
   return settings;
 }
 

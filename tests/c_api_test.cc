@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <string>
 #include <thread>
@@ -140,6 +141,9 @@ TEST(CApi, EverySettingOutOfRangeIsRefusedWithTheAllowedValues) {
       {"top_k -1", [](phsa_settings* s) { s->top_k = -1; }, PHSA_INVALID_ARGUMENT, "top_k is -1; allowed: 0 to 65536"},
       {"top_k large", [](phsa_settings* s) { s->top_k = INT32_MAX; }, PHSA_INVALID_ARGUMENT,
        "top_k is 2147483647; allowed: 0 to 65536"},
+      {"parts 3", [](phsa_settings* s) { s->parts = 3; }, PHSA_INVALID_ARGUMENT, "parts is 3; allowed: 1, 2, 4, 8"},
+      {"survivors -1", [](phsa_settings* s) { s->survivors = -1; }, PHSA_INVALID_ARGUMENT,
+       "survivors is -1; allowed: 0 (all blocks) to 1073741824"},
       {"lambda 2", [](phsa_settings* s) { s->lambda = 2; }, PHSA_INVALID_ARGUMENT, "lambda is 2; allowed: 0 to 1"},
       {"lambda nan", [](phsa_settings* s) { s->lambda = std::nanf(""); }, PHSA_INVALID_ARGUMENT,
        "lambda is nan; allowed: 0 to 1"},
@@ -464,6 +468,29 @@ TEST(CApi, ThreadsOfTheLibraryChangeNoBit) {
   EXPECT_EQ(problem.out, expected);
   phsa_threads_destroy(threads);
   ExpectRefused(phsa_threads_create(-1, &threads), PHSA_INVALID_ARGUMENT, "allowed: 0 (one per core) to 1024", "-1");
+}
+
+TEST(CApi, SettingsOfAnOlderHeaderHaveOnePartAndAreNotWrittenBeyondTheirEnd) {
+  constexpr size_t kOld = offsetof(phsa_settings, parts);
+  struct {
+    phsa_settings settings;
+    char guard[16];
+  } old;
+  std::memset(&old, 'x', sizeof(old));
+  old.settings.struct_size = kOld;
+  ASSERT_EQ(phsa_settings_preset(4096, &old.settings), PHSA_OK);
+  EXPECT_EQ(old.settings.struct_size, kOld);
+  EXPECT_EQ(old.settings.top_k, 16);
+  EXPECT_EQ(old.settings.parts, 0x78787878) << "not its own";
+  size_t needed = 0;
+  std::string text(400, ' ');
+  ASSERT_EQ(phsa_settings_to_json(&old.settings, text.data(), text.size(), &needed), PHSA_OK) << phsa_last_error();
+  EXPECT_NE(text.find("\"parts\":1"), std::string::npos) << text;
+  // A new caller that leaves parts at zero means the same.
+  phsa_settings settings = Init<phsa_settings>();
+  settings.block_size = 16;
+  ASSERT_EQ(phsa_settings_to_json(&settings, text.data(), text.size(), &needed), PHSA_OK) << phsa_last_error();
+  EXPECT_NE(text.find("\"parts\":1"), std::string::npos) << text;
 }
 
 TEST(CApi, SettingsGoThroughJsonAndBack) {

@@ -240,14 +240,14 @@ TEST(SettingsJson, PunctuationMayBeAListOfIds) {
 TEST(SettingsJson, NumbersAreWrittenAsPeopleWriteThem) {
   EXPECT_EQ(SettingsToJson(Settings{}),
             R"({"attention":"phsa","block_size":16,"init_tokens":128,"local_tokens":512,"top_k":16,"lambda":0.9,)"
-            R"("group_reduce":"sum","dense_below":0,"punctuation":"en+zh"})");
+            R"("group_reduce":"sum","dense_below":0,"parts":1,"survivors":64,"punctuation":"en+zh"})");
 }
 
 TEST(SettingsJson, MistakesAreNamedWithKeyValueAndAllowedValues) {
   const std::pair<const char*, const char*> cases[] = {
       {R"({"topk": 1})",
        "settings: \"topk\" is not a setting; allowed: attention, block_size, init_tokens, local_tokens, top_k, "
-       "lambda, group_reduce, dense_below, punctuation, tested_tokens, layers"},
+       "lambda, group_reduce, dense_below, parts, survivors, punctuation, tested_tokens, layers"},
       {R"({"layers": {"1": {"layers": {}}}})",
        "settings: layers \"1\": \"layers\" is not a setting; allowed: attention, block_size, init_tokens, "
        "local_tokens, top_k, lambda, group_reduce, dense_below, punctuation"},

@@ -11,6 +11,7 @@ function applies() {
   const attention = document.querySelector("[name=attention]:checked")?.value;
   for (const id of ["top-k", "init", "local"]) $(id).disabled = (attention ?? own) === "dense";
   $("lambda").disabled = (attention ?? own) !== "phsa";
+  $("parts").disabled = $("top-k").disabled;
   return attention;
 }
 
@@ -20,6 +21,7 @@ export function attentionSettings() {
   if ((attention ?? own) === "dense") return { attention };
   const settings = { attention, top_k: number("top-k"), init: number("init"), local: number("local") };
   if (!$("lambda").disabled) settings.lambda = number("lambda");
+  if ($("parts").value !== "") settings.parts = Number($("parts").value);
   return settings;
 }
 
@@ -34,6 +36,7 @@ export function installSettings(model) {
   const shown = { "top-k": settings.top_k, lambda: settings.lambda, init: settings.init_tokens,
     local: settings.local_tokens };
   for (const [id, value] of Object.entries(shown)) $(id).placeholder = Array.isArray(value) ? "by head" : value;
+  $("parts").options[0].text = `as the server (${settings.parts ?? 1})`;
   for (const input of document.getElementsByName("attention")) input.addEventListener("change", applies);
   applies();
 }

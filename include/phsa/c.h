@@ -79,9 +79,13 @@ typedef struct phsa_settings {
   int32_t dense_below;  /* query positions below this read everything: a multiple of block_size, or 0 */
   /* NULL, or one lambda per KV head in place of `lambda`. Copied by phsa_plan_create. */
   const float* head_lambda; /* [num_kv_heads] */
+  /* Newer than what is above; a caller with an older header says so by its struct_size. Of phsa and infllm2: */
+  int32_t parts;     /* representatives per block: 1, 2, 4 or 8; 0: 1 */
+  int32_t survivors; /* with parts: blocks that the coarse level leaves for them, or top_k if that is more; 0: all */
 } phsa_settings;
 
-/* The settings of the paper for a context of that many tokens: `4k` up to 4096, `32k` above. */
+/* The settings of the paper for a context of that many tokens: `4k` up to 4096, `32k` above. Writes as much as
+ * out->struct_size says, or all of this header's struct. */
 PHSA_API phsa_status phsa_settings_preset(int64_t context_tokens, phsa_settings* out);
 /* Settings of one layer from a JSON text as docs/settings.md describes; `layer` picks the per-layer override. */
 PHSA_API phsa_status phsa_settings_from_json(const char* json, int32_t layer, phsa_settings* out);
@@ -219,7 +223,8 @@ typedef struct phsa_backward_params {
 PHSA_API phsa_status phsa_represent(const phsa_plan* plan, const phsa_kv* kv, const phsa_executor* executor);
 /* The same with what params.kv, executor, workspace and stream say; plans for CUDA need the last two. */
 PHSA_API phsa_status phsa_represent_with(const phsa_plan* plan, const phsa_forward_params* params);
-/* score and select: reads q and kv.reps (or kv.k and kv.flags where reps is NULL), writes selection. */
+/* score and select: reads q and kv.reps (or kv.k and kv.flags where reps is NULL, and always with parts),
+ * writes selection. */
 PHSA_API phsa_status phsa_select(const phsa_plan* plan, const phsa_forward_params* params);
 /* attend: reads q, kv.k, kv.v and selection, writes out and lse. */
 PHSA_API phsa_status phsa_attend(const phsa_plan* plan, const phsa_forward_params* params);

@@ -5,6 +5,7 @@
 #include <new>
 #include <string>
 
+#include "attention/c_structs.h"
 #include "attention/cuda/backend.h"
 #include "attention/targets.h"
 #include "base/errors.h"
@@ -64,26 +65,23 @@ phsa_settings ToC(const Settings& settings) {
   c.lambda = settings.lambda;
   c.group_reduce = static_cast<int32_t>(settings.group_reduce);
   c.dense_below = settings.dense_below;
+  c.parts = settings.parts;
+  c.survivors = settings.survivors;
   return c;
 }
 
-// The struct as this header has it, from a caller whose header may end at `first_size`: what is missing is zero.
-template <class T>
-T Widened(const T& given, size_t first_size, const char* where) {
-  if (given.struct_size == sizeof(T)) return given;
-  if (given.struct_size != first_size) {
-    ThrowInvalid("{}: struct_size is {}; allowed: {} or {} (use PHSA_INIT)", where, given.struct_size, first_size,
-                 sizeof(T));
-  }
-  T wide{};
-  std::memcpy(&wide, &given, first_size);
-  wide.struct_size = sizeof(T);
-  return wide;
+// Into a struct that may be an older header's, which ends before `parts`.
+void Write(const Settings& settings, phsa_settings* out) {
+  phsa_settings c = ToC(settings);
+  constexpr size_t kFirst = offsetof(phsa_settings, parts);
+  const size_t size = out->struct_size == kFirst ? kFirst : sizeof(c);
+  c.struct_size = static_cast<uint32_t>(size);
+  std::memcpy(out, &c, size);
 }
 
 // The parameters of a stage; `stream` is their first newer member.
 template <class T>
-T Widened(const T* params, const char* where) {
+T WidenedParams(const T* params, const char* where) {
   if (params == nullptr) ThrowInvalid("{}: params is null", where);
   return Widened(*params, offsetof(T, stream), where);
 }
@@ -121,7 +119,7 @@ using phsa::Guarded;
 extern "C" {
 
 phsa_status phsa_settings_preset(int64_t context_tokens, phsa_settings* out) {
-  return Guarded([&] { Given(out, "out") = phsa::ToC(phsa::Settings::Preset(context_tokens)); });
+  return Guarded([&] { phsa::Write(phsa::Settings::Preset(context_tokens), &Given(out, "out")); });
 }
 
 phsa_status phsa_settings_from_json(const char* json, int32_t layer, phsa_settings* out) {
@@ -133,7 +131,7 @@ phsa_status phsa_settings_from_json(const char* json, int32_t layer, phsa_settin
                   "settings: lambda is a list, which phsa_settings cannot hold; "
                   "set head_lambda yourself");
     }
-    Given(out, "out") = phsa::ToC(chosen);
+    phsa::Write(chosen, &Given(out, "out"));
   });
 }
 
@@ -194,23 +192,23 @@ phsa_status phsa_represent(const phsa_plan* plan, const phsa_kv* kv, const phsa_
 }
 
 phsa_status phsa_represent_with(const phsa_plan* plan, const phsa_forward_params* params) {
-  return Guarded([&] { Given(plan, "represent: plan").plan.Represent(phsa::Widened(params, "represent")); });
+  return Guarded([&] { Given(plan, "represent: plan").plan.Represent(phsa::WidenedParams(params, "represent")); });
 }
 
 phsa_status phsa_select(const phsa_plan* plan, const phsa_forward_params* params) {
-  return Guarded([&] { Given(plan, "select: plan").plan.Select(phsa::Widened(params, "select")); });
+  return Guarded([&] { Given(plan, "select: plan").plan.Select(phsa::WidenedParams(params, "select")); });
 }
 
 phsa_status phsa_attend(const phsa_plan* plan, const phsa_forward_params* params) {
-  return Guarded([&] { Given(plan, "attend: plan").plan.Attend(phsa::Widened(params, "attend")); });
+  return Guarded([&] { Given(plan, "attend: plan").plan.Attend(phsa::WidenedParams(params, "attend")); });
 }
 
 phsa_status phsa_forward(const phsa_plan* plan, const phsa_forward_params* params) {
-  return Guarded([&] { Given(plan, "forward: plan").plan.Forward(phsa::Widened(params, "forward")); });
+  return Guarded([&] { Given(plan, "forward: plan").plan.Forward(phsa::WidenedParams(params, "forward")); });
 }
 
 phsa_status phsa_backward(const phsa_plan* plan, const phsa_backward_params* params) {
-  return Guarded([&] { Given(plan, "backward: plan").plan.Backward(phsa::Widened(params, "backward")); });
+  return Guarded([&] { Given(plan, "backward: plan").plan.Backward(phsa::WidenedParams(params, "backward")); });
 }
 
 phsa_status phsa_tokens_read(const phsa_plan* plan, const int32_t* selection, int64_t* read, int64_t* dense) {

@@ -39,6 +39,8 @@ void TakeSettings(const Settings& settings, PlanImpl* plan) {
   plan->representation = RepresentationOf(settings.policy);
   // With K = 0 nothing is chosen, so nothing need be represented or scored: that is `streaming` by another name.
   plan->top_k = plan->representation == Representation::kNone ? 0 : settings.top_k;
+  if (plan->representation == Representation::kMixedMean) plan->parts = settings.parts;
+  plan->survivors = settings.survivors == 0 ? kMaxTokens : std::max(settings.survivors, plan->top_k);
   if (plan->representation == Representation::kPooled) {
     plan->rep_stride = kPoolStride;
     plan->rep_span = kPoolSize;

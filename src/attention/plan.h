@@ -23,6 +23,11 @@ enum class Representation {
 inline constexpr int32_t kPoolStride = 16;
 inline constexpr int32_t kPoolSize = 32;
 
+// With parts, a block is chosen in two levels. Coarse: the rows of reps, as without parts, leave the best `survivors`
+// candidates. Fine: a head's softmax runs over the parts of init, local and surviving blocks, and a block's value is
+// the sum over its parts. Parts are mixed means of runs of block / parts keys, rounded to the cache's type as rows of
+// reps are; they are made from the keys when they are needed, and live in no cache.
+
 // Limits far above any model; they keep all block arithmetic inside 32 bits.
 inline constexpr int32_t kMaxHeads = 4096;
 inline constexpr int32_t kMaxThreads = 1024;
@@ -55,6 +60,8 @@ struct PlanImpl {
   int32_t init_blocks = 0;   // blocks 0 … init_blocks - 1 are always read
   int32_t local_blocks = 0;  // blocks b - local_blocks … b are always read by queries of block b
   int32_t top_k = 0;         // 0 where nothing is chosen
+  int32_t parts = 1;         // representatives of a block by which it is chosen; 1: by its row of reps
+  int32_t survivors = 0;     // with parts: blocks that the rows of reps leave for them, at least top_k
   bool dense = false;        // every query reads everything
   int32_t rep_stride = 16;   // tokens between the starts of two rows of reps
   int32_t rep_span = 16;     // tokens that one row of reps covers

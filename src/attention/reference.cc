@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "base/dtype.h"
 #include "base/errors.h"
@@ -35,10 +36,9 @@ void RoundRow(int32_t dtype, std::span<double> row) {
   for (double& x : row) x = RoundTo(dtype, static_cast<float>(x));
 }
 
-// M(t) = λ·M0(t) + (1 - λ)·Mp(t), where Mp(t) = M0(t) if the block has no punctuation.
-void MixedMean(const Method& method, const Matrix& k, std::span<const uint8_t> flags, int32_t t,
+// M(t) = λ·M0(t) + (1 - λ)·Mp(t) of the t-th run of m tokens, where Mp(t) = M0(t) if it has no punctuation.
+void MixedMean(const Method& method, const Matrix& k, std::span<const uint8_t> flags, int32_t m, int32_t t,
                std::span<double> out) {
-  const int32_t m = method.block;
   std::vector<double> mean(out.size()), punctuation_mean(out.size());
   int32_t count = 0;
   for (int32_t i = t * m; i < (t + 1) * m; ++i) {
@@ -102,6 +102,8 @@ Method MethodOf(const Settings& settings, int32_t kv_head, int32_t head_dim, int
   out.local_blocks = (settings.local_tokens + out.block - 1) / out.block;
   out.top_k = out.representation == Representation::kNone ? 0 : settings.top_k;
   out.dense_below = settings.dense_below;
+  if (out.representation == Representation::kMixedMean) out.parts = settings.parts;
+  out.survivors = settings.survivors == 0 ? 0 : std::max(settings.survivors, settings.top_k);
   out.lambda = settings.head_lambda.empty() ? settings.lambda : settings.head_lambda[static_cast<size_t>(kv_head)];
   if (settings.policy == Policy::kInfllm2) out.lambda = 1;
   out.scale = scale > 0 ? scale : 1 / std::sqrt(static_cast<double>(head_dim));
@@ -116,7 +118,7 @@ Matrix Represent(const Method& method, const Matrix& k, std::span<const uint8_t>
     case Representation::kNone: break;
     case Representation::kMixedMean:
       reps = Matrix(k.rows / method.block, k.cols);
-      for (int32_t t = 0; t < reps.rows; ++t) MixedMean(method, k, flags, t, reps.Row(t));
+      for (int32_t t = 0; t < reps.rows; ++t) MixedMean(method, k, flags, method.block, t, reps.Row(t));
       break;
     case Representation::kPooled:
       reps = Matrix(k.rows < kPoolSize ? 0 : (k.rows - kPoolSize) / kPoolStride + 1, k.cols);
@@ -129,6 +131,14 @@ Matrix Represent(const Method& method, const Matrix& k, std::span<const uint8_t>
   }
   RoundRow(method.dtype, reps.data);
   return reps;
+}
+
+Matrix RepresentParts(const Method& method, const Matrix& k, std::span<const uint8_t> flags) {
+  const int32_t m = method.block / method.parts;
+  Matrix rows(k.rows / method.block * method.parts, k.cols);
+  for (int32_t t = 0; t < rows.rows; ++t) MixedMean(method, k, flags, m, t, rows.Row(t));
+  RoundRow(method.dtype, rows.data);
+  return rows;
 }
 
 std::vector<double> LogScores(const Method& method, const Matrix& q, const Matrix& reps, int32_t position) {
@@ -166,10 +176,71 @@ std::vector<double> LogScores(const Method& method, const Matrix& q, const Matri
   return blocks;
 }
 
+std::vector<int32_t> FineBlocks(const Method& method, std::span<const double> coarse, int32_t position) {
+  const int32_t own = position / method.block, local_begin = own - method.local_blocks;
+  Method survive = method;
+  survive.top_k = method.survivors == 0 ? own : method.survivors;
+  survive.dense_below = 0;
+  const std::vector<int32_t> survivors = Select(survive, coarse, position);
+  std::vector<int32_t> blocks;
+  for (int32_t t = 0; t < own; ++t) {
+    if (t < method.init_blocks || t >= local_begin ||
+        std::find(survivors.begin(), survivors.end(), t) != survivors.end()) {
+      blocks.push_back(t);
+    }
+  }
+  return blocks;
+}
+
+std::vector<double> LogScoresOfParts(const Method& method, const Matrix& q, const Matrix& parts,
+                                     std::span<const int32_t> fine_blocks, int32_t position) {
+  constexpr double kNone = -std::numeric_limits<double>::infinity();
+  std::vector<double> group(static_cast<size_t>(position / method.block), kNone);
+  for (int32_t h = 0; h < q.rows; ++h) {
+    std::vector<double> s;
+    for (const int32_t t : fine_blocks) {
+      for (int32_t p = 0; p < method.parts; ++p) {
+        s.push_back(Relevance(method, q.Row(h), parts.Row(t * method.parts + p)) * method.scale);
+      }
+    }
+    LogSoftmax(&s);
+    for (size_t i = 0; i < fine_blocks.size(); ++i) {
+      double block = kNone;
+      for (size_t p = 0; p < static_cast<size_t>(method.parts); ++p) {
+        block = LogAdd(block, s[i * static_cast<size_t>(method.parts) + p]);
+      }
+      double& total = group[static_cast<size_t>(fine_blocks[i])];
+      total = method.group_reduce == GroupReduce::kMax ? std::max(total, block) : LogAdd(total, block);
+    }
+  }
+  return group;
+}
+
+Choice Choose(const Method& method, const Matrix& q, const Matrix& reps, const Matrix& parts, int32_t position) {
+  Choice out{LogScores(method, q, reps, position), {}};
+  if (method.parts == 1) {
+    out.blocks = Select(method, out.scores, position);
+    return out;
+  }
+  const std::vector<int32_t> fine = FineBlocks(method, out.scores, position);
+  out.scores = LogScoresOfParts(method, q, parts, fine, position);
+  out.blocks = Select(method, out.scores, fine, position);
+  return out;
+}
+
 std::vector<int32_t> Select(const Method& method, std::span<const double> scores, int32_t position) {
+  std::vector<int32_t> all(static_cast<size_t>(position / method.block));
+  std::iota(all.begin(), all.end(), 0);
+  return Select(method, scores, all, position);
+}
+
+std::vector<int32_t> Select(const Method& method, std::span<const double> scores, std::span<const int32_t> scored,
+                            int32_t position) {
   if (method.dense || position < method.dense_below) return {};
   std::vector<int32_t> candidates;
-  for (int32_t t = method.init_blocks; t < position / method.block - method.local_blocks; ++t) candidates.push_back(t);
+  for (const int32_t t : scored) {
+    if (t >= method.init_blocks && t < position / method.block - method.local_blocks) candidates.push_back(t);
+  }
   const auto score = [&](int32_t t) {
     const double s = scores[static_cast<size_t>(t)];
     return std::isnan(s) ? -std::numeric_limits<double>::infinity() : s;

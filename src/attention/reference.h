@@ -37,8 +37,10 @@ struct Method {
   int32_t local_blocks = 0;  // w / m
   int32_t top_k = 0;         // k
   int32_t dense_below = 0;
-  double lambda = 1;  // λ
-  double scale = 1;   // 1/√d
+  int32_t parts = 1;      // n
+  int32_t survivors = 0;  // S; 0: all
+  double lambda = 1;      // λ
+  double scale = 1;       // 1/√d
   GroupReduce group_reduce = GroupReduce::kSum;
   int32_t dtype = PHSA_F32;  // of the cache, hence of the representatives
 };
@@ -53,15 +55,35 @@ Method MethodOf(const Settings& settings, int32_t kv_head, int32_t head_dim, int
 // k: [tokens][head_dim]; flags: [tokens], or empty for none. Returns [rows][head_dim] (quest: twice as wide).
 Matrix Represent(const Method& method, const Matrix& k, std::span<const uint8_t> flags);
 
+// The parts of every complete block, n rows each: the mixed means of runs of m/n tokens, rounded likewise.
+Matrix RepresentParts(const Method& method, const Matrix& k, std::span<const uint8_t> flags);
+
 // score: what the query heads that choose together (rows of q) think of each block t before the query's own, init and
 // local blocks included: the logarithm of the sum (or the largest) of their softmax values, so that scores of any
 // distance are ranked. q: [heads][head_dim]; reps: as Represent returns them, at least those before the own block.
 // Returns [position / block].
 std::vector<double> LogScores(const Method& method, const Matrix& q, const Matrix& reps, int32_t position);
 
+// The blocks whose parts are scored, ascending: init, local and the S candidates that score best by their reps.
+std::vector<int32_t> FineBlocks(const Method& method, std::span<const double> coarse, int32_t position);
+
+// The same as LogScores by the parts of those blocks alone (as RepresentParts returns them); others have -infinity.
+std::vector<double> LogScoresOfParts(const Method& method, const Matrix& q, const Matrix& parts,
+                                     std::span<const int32_t> fine_blocks, int32_t position);
+
 // select: the top_k best candidates, ascending. Ties go to the lower block; a score that is no number is the lowest.
+// With parts, `scored` lists the blocks that have a score: no other is a candidate.
 // Empty where the query reads everything because of `dense` or `dense_below`.
 std::vector<int32_t> Select(const Method& method, std::span<const double> scores, int32_t position);
+std::vector<int32_t> Select(const Method& method, std::span<const double> scores, std::span<const int32_t> scored,
+                            int32_t position);
+
+// score and select, by parts where the method has them.
+struct Choice {
+  std::vector<double> scores;   // as LogScores or LogScoresOfParts
+  std::vector<int32_t> blocks;  // as Select
+};
+Choice Choose(const Method& method, const Matrix& q, const Matrix& reps, const Matrix& parts, int32_t position);
 
 // The tokens that a query at `position` reads: init, local and chosen blocks, ascending, without duplicates, causal.
 std::vector<int32_t> Tokens(const Method& method, std::span<const int32_t> chosen, int32_t position);

@@ -22,6 +22,8 @@ Method MethodOf(const PlanImpl& plan, int32_t kv_head) {
   method.local_blocks = plan.local_blocks;
   method.top_k = plan.top_k;
   method.dense_below = plan.settings.dense_below;
+  method.parts = plan.parts;
+  method.survivors = plan.survivors;
   method.lambda = plan.lambda[static_cast<size_t>(kv_head)];
   method.scale = plan.scale;
   method.group_reduce = plan.settings.group_reduce;
@@ -69,6 +71,11 @@ Matrix LoadReps(const PlanImpl& plan, const KeyValues& kv, int32_t s, int32_t kv
     LoadRow(plan.dtype, kv.reps, RepOffset(plan, kv, s, r, kv_head), reps.Row(r));
   }
   return reps;
+}
+
+Matrix LoadParts(const PlanImpl& plan, const KeyValues& kv, int32_t s, int32_t kv_head) {
+  if (plan.parts == 1) return {};
+  return reference::RepresentParts(MethodOf(plan, kv_head), LoadKeys(plan, kv, s, kv_head), LoadFlags(plan, kv, s));
 }
 
 // The rows of one query's heads [first_head, first_head + heads).
@@ -119,14 +126,14 @@ void Select(const PlanImpl& plan, const ForwardParams& params) {
     for (int32_t kv_head = 0; kv_head < plan.num_kv_heads; ++kv_head) {
       const Method method = MethodOf(plan, kv_head);
       const Matrix reps = LoadReps(plan, params.kv, s, kv_head);
+      const Matrix parts = LoadParts(plan, params.kv, s, kv_head);
       for (int32_t first = kv_head * plan.group; first < (kv_head + 1) * plan.group; first += choosing) {
         for (int32_t i = 0; i < seq.q_len; ++i) {
           const int64_t query = seq.q_start + i;
           const int32_t position = seq.first_position() + i;
           const Matrix q =
               LoadHeads(plan, params.q, params.q_token_stride, params.q_head_stride, query, first, choosing);
-          const std::vector<double> scores = reference::LogScores(method, q, reps, position);
-          const std::vector<int32_t> chosen = reference::Select(method, scores, position);
+          const auto [scores, chosen] = reference::Choose(method, q, reps, parts, position);
           const int64_t offset = SelectionOffset(plan, query, first / choosing);
           for (size_t j = 0; j < static_cast<size_t>(plan.top_k); ++j) {
             const bool listed = j < chosen.size();

@@ -3,10 +3,12 @@
 
 #include <charconv>
 #include <cmath>
+#include <cstddef>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 
+#include "attention/c_structs.h"
 #include "attention/plan.h"
 #include "base/as_given.h"
 #include "base/errors.h"
@@ -31,8 +33,10 @@ constexpr GroupReduce kGroupReduces[] = {GroupReduce::kSum, GroupReduce::kMax, G
 
 constexpr const char* kPolicyNames = "dense, phsa, infllm2, infllm2-64, streaming, quest, sepllm";
 constexpr const char* kGroupReduceNames = "sum, max, none";
+constexpr const char* kParts = "1, 2, 4, 8";
 constexpr const char* kKeys =
-    "attention, block_size, init_tokens, local_tokens, top_k, lambda, group_reduce, dense_below, punctuation";
+    "attention, block_size, init_tokens, local_tokens, top_k, lambda, group_reduce, dense_below, "
+    "parts, survivors, punctuation";
 
 std::optional<Policy> FindPolicy(std::string_view name) {
   for (const Policy policy : kPolicies) {
@@ -151,6 +155,10 @@ Settings ReadSettings(const Json& object, const Settings& base, const std::strin
       out.group_reduce = *reduce;
     } else if (key == "dense_below") {
       out.dense_below = ReadInt(value, where, "multiples of block_size from 0 to 1073741824");
+    } else if (key == "parts") {
+      out.parts = ReadInt(value, where, kParts);
+    } else if (key == "survivors") {
+      out.survivors = ReadInt(value, where, "0 (all blocks) and up");
     } else if (key == "punctuation") {
       out.punctuation = value.is_array() ? ReadIds(value, where)
                                          : ReadString(value, where, "the name of a set or of a file, or a list of ids");
@@ -242,6 +250,8 @@ OrderedJson ToJson(const Settings& settings) {
   out["lambda"] = LambdaJson(settings);
   out["group_reduce"] = Name(settings.group_reduce);
   out["dense_below"] = settings.dense_below;
+  out["parts"] = settings.parts;
+  out["survivors"] = settings.survivors;
   out["punctuation"] = PunctuationJson(settings.punctuation);
   return out;
 }
@@ -293,11 +303,8 @@ Settings Settings::Preset(int64_t context_tokens) {
 }
 
 // head_lambda has no length here: phsa_plan_create, which knows the number of KV heads, copies it.
-Settings Settings::FromC(const phsa_settings& c) {
-  if (c.struct_size != sizeof(phsa_settings)) {
-    ThrowInvalid("settings: struct_size is {}; allowed: {} (set it with PHSA_INIT)", c.struct_size,
-                 sizeof(phsa_settings));
-  }
+Settings Settings::FromC(const phsa_settings& given) {
+  const phsa_settings c = Widened(given, offsetof(phsa_settings, parts), "settings");
   if (c.policy < PHSA_POLICY_DENSE || c.policy > PHSA_POLICY_SEPLLM) {
     ThrowInvalid("settings: policy is {}; allowed: {} to {} ({})", c.policy, static_cast<int>(PHSA_POLICY_DENSE),
                  static_cast<int>(PHSA_POLICY_SEPLLM), kPolicyNames);
@@ -315,6 +322,8 @@ Settings Settings::FromC(const phsa_settings& c) {
   out.lambda = c.lambda;
   out.group_reduce = static_cast<GroupReduce>(c.group_reduce);
   out.dense_below = c.dense_below;
+  out.parts = c.parts == 0 ? 1 : c.parts;
+  out.survivors = c.survivors;
   return out;
 }
 
@@ -338,6 +347,12 @@ void Validate(const Settings& settings) {
   CheckTokens("dense_below", settings.dense_below, block);
   if (settings.top_k < 0 || settings.top_k > kMaxTopK) {
     ThrowInvalid("settings: top_k is {}; allowed: 0 to {}", settings.top_k, kMaxTopK);
+  }
+  if (settings.parts != 1 && settings.parts != 2 && settings.parts != 4 && settings.parts != 8) {
+    ThrowInvalid("settings: parts is {}; allowed: {}", settings.parts, kParts);
+  }
+  if (settings.survivors < 0 || settings.survivors > kMaxTokens) {
+    ThrowInvalid("settings: survivors is {}; allowed: 0 (all blocks) to {}", settings.survivors, kMaxTokens);
   }
   CheckLambda("lambda", settings.lambda);
   if (settings.head_lambda.size() > static_cast<size_t>(kMaxHeads)) {

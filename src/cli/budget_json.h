@@ -1,4 +1,4 @@
-// K and lambda in a line of JSON: only where they mean something, and as they were given.
+// K, parts and lambda in a line of JSON: only where they mean something, and as they were given.
 #ifndef PHSA_CLI_BUDGET_JSON_H_
 #define PHSA_CLI_BUDGET_JSON_H_
 
@@ -10,6 +10,10 @@ namespace phsa::cli {
 template <class Json>
 void AddBudget(const Settings& settings, Json* line) {
   if (Chooses(settings.policy)) (*line)["top_k"] = settings.top_k;
+  if (HasMeans(settings.policy) && settings.parts > 1) {
+    (*line)["parts"] = settings.parts;
+    (*line)["survivors"] = settings.survivors;
+  }
   if (settings.policy != Policy::kPhsa) return;
   Json& lambda = (*line)["lambda"];
   lambda = AsGiven(settings.lambda);

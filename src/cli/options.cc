@@ -61,6 +61,9 @@ void AddAttentionFlags(CLI::App& command, AttentionFlags& flags) {
   const auto tokens = [](int32_t whole, int32_t small) {
     return fmt::format("{}; {} up to 4k of context", whole, small);
   };
+  setting("--parts", flags.parts, "representatives of a block: 1, 2, 4 or 8", ours.parts);
+  setting("--survivors", flags.survivors, "with parts: blocks that one representative a block leaves for them; 0: all",
+          ours.survivors);
   setting("--lambda", flags.lambda, "weight of the plain mean in a representative, 0 to 1", ours.lambda);
   setting("--punctuation", flags.punctuation, "en, zh, en+zh, sentence, pure, none, or a file", ours.punctuation);
   setting("--init", flags.init, "tokens at the start that are always read",
@@ -90,6 +93,8 @@ AttentionChoice ChoiceOf(const AttentionFlags& flags) {
   AttentionChoice choice;
   choice.policy = flags.policies.front();
   if (!flags.top_k.empty()) choice.top_k = flags.top_k.front();
+  choice.parts = flags.parts;
+  choice.survivors = flags.survivors;
   choice.lambda = flags.lambda;
   choice.init = flags.init;
   choice.local = flags.local;

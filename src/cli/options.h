@@ -34,7 +34,7 @@ struct AttentionFlags {
   std::vector<std::string> policies = {"auto"};
   std::vector<int32_t> top_k;  // empty: what the settings say, 16 unless they do
   std::optional<float> lambda;
-  std::optional<int32_t> init, local, block, dense_below;
+  std::optional<int32_t> parts, survivors, init, local, block, dense_below;
   std::string punctuation, group_reduce, config_file;
 };
 void AddAttentionFlags(CLI::App& command, AttentionFlags& flags);

@@ -31,6 +31,8 @@ struct Merged {
     if (policy == "infllm2-64" || was == "infllm2-64") {
       one["block_size"] = policy == "infllm2-64" ? Json(64) : preset["block_size"];
     }
+    one["parts"] = preset["parts"];
+    one["survivors"] = preset["survivors"];
     if (IsMean(policy) || IsMean(was)) one["lambda"] = IsMean(policy) ? Json(1) : preset["lambda"];
   }
 
@@ -113,6 +115,8 @@ Json FlagsOf(const AttentionChoice& choice) {
     if (value) flags[key] = *value;
   };
   add("top_k", choice.top_k);
+  add("parts", choice.parts);
+  add("survivors", choice.survivors);
   if (choice.lambda) flags["lambda"] = AsGiven(*choice.lambda);
   add("init_tokens", choice.init);
   add("local_tokens", choice.local);
@@ -132,6 +136,8 @@ bool AnyLayer(const LayerSettings& settings, const Predicate& predicate) {
 }
 
 }  // namespace
+
+bool HasMeans(Policy policy) { return policy == Policy::kPhsa || policy == Policy::kInfllm2; }
 
 bool Chooses(Policy policy) { return policy != Policy::kDense && policy != Policy::kStreaming; }
 
@@ -158,6 +164,8 @@ LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig&
 
 void RefuseWithoutEffect(const AttentionChoice& given, std::span<const LayerSettings> settings, bool flags) {
   const auto chooses = [](const Settings& one) { return Chooses(one.policy); };
+  const auto has_means = [](const Settings& one) { return HasMeans(one.policy); };
+  const auto has_parts = [&](const Settings& one) { return has_means(one) && one.parts > 1; };
   const auto weighs = [](const Settings& one) { return one.policy == Policy::kPhsa; };
   const auto check = [&](bool set, const char* name, const char* flag, const auto& uses, const char* users) {
     if (!set ||
@@ -172,6 +180,13 @@ void RefuseWithoutEffect(const AttentionChoice& given, std::span<const LayerSett
   constexpr const char* kChoosing = "phsa, infllm2, infllm2-64 or quest";
   constexpr const char* kSparse = "phsa, infllm2, infllm2-64, streaming or quest";
   check(given.top_k.has_value(), "top_k", "-K", chooses, kChoosing);
+  check(given.parts.has_value(), "parts", "--parts", has_means, "phsa or infllm2");
+  check(given.survivors.has_value(), "survivors", "--survivors", has_means, "phsa or infllm2");
+  if (given.survivors && !std::any_of(settings.begin(), settings.end(),
+                                      [&](const LayerSettings& one) { return AnyLayer(one, has_parts); })) {
+    ThrowInvalid("{0} has no effect: no block has parts; give {1} 2, 4 or 8, or leave {0} out",
+                 flags ? "--survivors" : "survivors", flags ? "--parts" : "parts");
+  }
   check(given.lambda.has_value(), "lambda", "--lambda", weighs, "phsa");
   check(!given.punctuation.empty(), "punctuation", "--punctuation", weighs, "phsa");
   check(!given.group_reduce.empty(), "group_reduce", "--group-reduce", chooses, kChoosing);

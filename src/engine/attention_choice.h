@@ -21,7 +21,7 @@ inline constexpr int32_t kCrossover = 1024;
 // the context, in which the attention is dense.
 struct AttentionChoice {
   std::string policy = "auto";  // not set; or a policy's name (phsa/settings.h)
-  std::optional<int32_t> top_k;
+  std::optional<int32_t> top_k, parts, survivors;
   std::optional<float> lambda;
   std::optional<int32_t> init, local, block;
   std::string punctuation, group_reduce;  // empty: not set
@@ -32,8 +32,8 @@ struct AttentionChoice {
 // `context`: the longest text, for the preset. Throws phsa::Error naming the setting, its value and what is allowed.
 //
 // A source changes what it names, in all layers. Two keys are more than themselves: another policy brings its own
-// lambda and block size and leaves layers alone that have a policy of their own, but for "dense", which is for all;
-// "layers" replaces the overrides that lie beneath.
+// lambda, parts and block size and leaves layers alone that have a policy of their own, but for "dense", which is for
+// all; "layers" replaces the overrides that lie beneath.
 LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig& config, int64_t context);
 
 // Throws phsa::Error where something that `given` sets (its file apart) matters to none of these settings. `flags`: it
@@ -42,6 +42,8 @@ void RefuseWithoutEffect(const AttentionChoice& given, std::span<const LayerSett
 
 // Whether queries choose blocks, so that K means something.
 bool Chooses(Policy policy);
+// Whether blocks are represented by means, so that parts mean something.
+bool HasMeans(Policy policy);
 
 // The settings that the model or its adapter carries, complete, as JSON; empty: it carries none.
 std::string CarriedSettings(const ModelConfig& config);

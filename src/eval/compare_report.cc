@@ -120,6 +120,7 @@ Json Identity(const CompareResult& result, size_t policy) {
   return {{"policy", result.policies[policy].label},
           {"attention", Name(base.policy)},
           {"top_k", Chooses(base.policy) ? Json(base.top_k) : Json(nullptr)},
+          {"parts", HasMeans(base.policy) ? Json(base.parts) : Json(nullptr)},
           {"lambda", base.policy == Policy::kPhsa ? Json::parse(fmt::format("{}", base.lambda)) : Json(nullptr)}};
 }
 

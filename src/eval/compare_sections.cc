@@ -581,7 +581,7 @@ class Teller {
     CompareSection section;
     section.title = "Settings";
     CompareTable table;
-    table.columns = {"attention", "block", "init", "local", "K", "λ", "punctuation", "group", "dense below"};
+    table.columns = {"attention", "block", "init", "local", "K", "parts", "λ", "punctuation", "group", "dense below"};
     bool layers_differ = false;
     std::string same;
     for (size_t i = 0; i < num_policies(); ++i) {
@@ -598,6 +598,7 @@ class Teller {
       table.rows.push_back({Label(i), fmt::format("{}", base.block_size), fmt::format("{}", base.init_tokens),
                             fmt::format("{}", base.local_tokens),
                             Chooses(base.policy) ? fmt::format("{}", base.top_k) : std::string(kNothing),
+                            HasMeans(base.policy) ? fmt::format("{}", base.parts) : std::string(kNothing),
                             base.policy != Policy::kPhsa ? std::string(kNothing)
                             : base.head_lambda.empty()   ? fmt::format("{:g}", base.lambda)
                                                          : std::string("per head"),

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "base/utf8.h"
+#include "eval/settings_text.h"
 
 namespace phsa {
 namespace {
@@ -73,6 +74,7 @@ std::vector<size_t> ByScore(const HeadChoice& head) {
 std::string SettingsInWords(const Inspection& inspection) {
   const Settings& s = inspection.attention.base;
   std::string out = fmt::format("{}, K {}", Name(s.policy), Chooses(s.policy) ? s.top_k : 0);
+  out += PartsInWords(s);
   if (s.policy == Policy::kPhsa) {
     out += s.head_lambda.empty() ? fmt::format(", lambda {:g}", s.lambda) : ", lambda by head";
     out += fmt::format(", punctuation {}", Line(s.punctuation, kSnippet));

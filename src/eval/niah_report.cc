@@ -46,7 +46,7 @@ int Rank(Policy policy) {
 }
 
 std::string Method(const Settings& settings) {
-  std::string method = Name(settings.policy);
+  std::string method = Name(settings.policy) + PartsInWords(settings);
   if (settings.policy == Policy::kPhsa) {
     method += settings.head_lambda.empty() ? fmt::format(" λ={:g}", settings.lambda) : std::string(" λ per head");
     if (settings.punctuation != Settings{}.punctuation) method += " " + settings.punctuation;
@@ -61,6 +61,8 @@ std::string Details(const Json& settings, const std::set<std::string>& keys) {
                                                             {"local_tokens", "local"},
                                                             {"top_k", "K"},
                                                             {"lambda", "λ"},
+                                                            {"parts", "parts"},
+                                                            {"survivors", "survivors"},
                                                             {"group_reduce", "group"},
                                                             {"dense_below", "dense below"},
                                                             {"punctuation", "punctuation"},

@@ -10,6 +10,15 @@
 
 namespace phsa {
 
+std::string PartsInWords(const Settings& settings) {
+  if (settings.parts == 1 || !HasMeans(settings.policy)) return "";
+  const bool usual = settings.survivors == Settings{}.survivors;
+  return fmt::format(", {} parts{}", settings.parts,
+                     usual                     ? std::string()
+                     : settings.survivors == 0 ? std::string(" of all blocks")
+                                               : fmt::format(" of {} blocks", settings.survivors));
+}
+
 std::string SettingsInWords(const LayerSettings& settings) {
   const Settings& base = settings.base;
   const Settings usual;
@@ -17,6 +26,7 @@ std::string SettingsInWords(const LayerSettings& settings) {
   if (base.policy != Policy::kDense) {
     words = fmt::format("init {}, local {}", base.init_tokens, base.local_tokens);
     if (Chooses(base.policy)) words += fmt::format(", K {}", base.top_k);
+    words += PartsInWords(base);
     const int32_t block = base.policy == Policy::kInfllm2_64 ? 64 : usual.block_size;
     if (base.block_size != block) words += fmt::format(", block {}", base.block_size);
     if (base.policy == Policy::kPhsa) {

@@ -13,6 +13,8 @@ namespace phsa {
 // "init 128, local 512, K 16, λ 0.9, en": what the policy goes by, of the base. What is as usual (blocks of 16, the sum
 // of a group, no dense_below) is left out. Dense attention "reads everything".
 std::string SettingsInWords(const LayerSettings& settings);
+// ", 4 parts"; empty where blocks have one representative.
+std::string PartsInWords(const Settings& settings);
 
 // As JSON has them (docs/settings.md); of dense attention nothing but its name, since it has no others.
 nlohmann::ordered_json SettingsObject(const LayerSettings& settings);

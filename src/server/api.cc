@@ -260,8 +260,9 @@ std::optional<uint64_t> Seed(const Fields& fields) {
 
 // What the object "phsa" says of the attention; what it leaves out is the server's.
 AttentionChoice AskedAttention(const Fields& fields) {
-  static constexpr std::array<std::string_view, 9> kKeys = {
-      "attention", "top_k", "lambda", "init", "local", "block", "dense_below", "punctuation", "group_reduce"};
+  static constexpr std::array<std::string_view, 11> kKeys = {"attention",   "top_k",       "parts",       "survivors",
+                                                             "lambda",      "init",        "local",       "block",
+                                                             "dense_below", "punctuation", "group_reduce"};
   AttentionChoice asked;
   asked.policy.clear();
   const std::optional<Fields> own = fields.Object("phsa");
@@ -274,6 +275,8 @@ AttentionChoice AskedAttention(const Fields& fields) {
   if (const auto policy = own->String("attention")) asked.policy = *policy;
   // The ranges are judged where all settings are; these only keep the numbers in their types.
   asked.top_k = own->Int("top_k", 0, INT32_MAX);
+  asked.parts = own->Int("parts", 1, INT32_MAX);
+  asked.survivors = own->Int("survivors", 0, INT32_MAX);
   asked.lambda = own->Float("lambda", 0, 1);
   asked.init = own->Int("init", 0, INT32_MAX);
   asked.local = own->Int("local", 0, INT32_MAX);
@@ -303,6 +306,8 @@ AttentionChoice Over(const AttentionChoice& asked, AttentionChoice choice) {
   };
   if (!asked.policy.empty()) choice.policy = asked.policy;
   take(asked.top_k, choice.top_k);
+  take(asked.parts, choice.parts);
+  take(asked.survivors, choice.survivors);
   take(asked.lambda, choice.lambda);
   take(asked.init, choice.init);
   take(asked.local, choice.local);

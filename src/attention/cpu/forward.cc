@@ -313,7 +313,10 @@ void RunStages(const PlanImpl& plan, const ForwardParams& params, bool represent
   if (plan.representation != Representation::kNone && (reps.packed() ? select : represent)) {
     RepresentRows(plan, kernels, params.kv, reps, params.executor);
   }
-  if (select) PackReps(call);
+  if (select) {
+    PackReps(call);
+    PackAllParts(call);
+  }
 
   std::byte* tiles = static_cast<std::byte*>(params.workspace) + carver.size();
   Carver counter(nullptr);

@@ -389,6 +389,22 @@ void GroupScores(const float* const* e, const float* weight, int heads, bool max
   }
 }
 
+void FoldParts(float* s, int n, int parts) {
+  for (; parts > 1; parts /= 2) {
+    const int sums = n * (parts / 2);
+#if HWY_TARGET == HWY_SCALAR
+    for (int i = 0; i < sums; ++i) s[i] = s[2 * i] + s[2 * i + 1];
+#else
+    const F d;
+    // What lies beyond the last whole vector is of the same panel, and is not read later.
+    for (int i = 0; i < sums; i += kLanes) {
+      const V low = hn::LoadU(d, s + 2 * i), high = hn::LoadU(d, s + 2 * i + kLanes);
+      hn::StoreU(hn::Add(hn::ConcatEven(d, high, low), hn::ConcatOdd(d, high, low)), d, s + i);
+    }
+#endif
+  }
+}
+
 // The k-th largest value is at least the smallest of k lanes' maxima: one pass finds such a bound, a second keeps what
 // reaches it, on real scores two to four times k. Of these the k with the lowest ranks stay; a rank is counted, not
 // sorted for, because n² / lanes comparisons without a branch beat a sort of so few.
@@ -539,6 +555,7 @@ Kernels GetKernels() {
           &Bounds,
           &Exponentials,
           &GroupScores,
+          &FoldParts,
           &TopK,
           &AccumulateTransposed,
           &SoftmaxGradient,

@@ -58,6 +58,9 @@ struct Kernels {
   // group[t] = Σ_h e[h][t] · weight[h] (or the maximum over h) for t in [begin, end); NaN becomes -1, below any score.
   void (*group_scores)(const float* const* e, const float* weight, int heads, bool maximum, int begin, int end,
                        float* group);
+  // s[t] = s[t · parts] + … + s[t · parts + parts - 1] for t < n, in pairs of pairs; s has whole panels before and
+  // after.
+  void (*fold_parts)(float* s, int n, int parts);
   // The indices in [begin, end) of the k largest values, ties to the lower index, ascending. end - begin >= k >= 1;
   // no NaN among them. scratch: [end - begin].
   void (*top_k)(const float* values, int begin, int end, int k, int32_t* scratch, int32_t* out);

@@ -108,6 +108,33 @@ void SplitSigns(const PlanImpl& plan, const void* q, int32_t per_word, void* dst
   }
 }
 
+// The parts of block `block`, one row each, `stride` elements apart.
+void RepresentParts(const Call& call, int32_t seq, int32_t kv_head, int32_t block, void* dst, int64_t stride) {
+  const PlanImpl& plan = call.plan;
+  const KeyValues& kv = call.params.kv;
+  const int32_t m = plan.block / plan.parts, token = block * plan.block;
+  const void* keys = At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, token, kv_head));
+  const uint8_t* flags = kv.flags == nullptr ? nullptr : kv.flags + FlagOffset(plan, kv, seq, token);
+  float weight[64];
+  for (int32_t p = 0; p < plan.parts; ++p) {
+    BlockWeights(flags == nullptr ? nullptr : flags + p * m, m, plan.lambda[kv_head], weight);
+    call.kernels.weighted_sum(At(keys, plan.dtype, int64_t{p} * m * kv.k_token_stride), kv.k_token_stride, plan.dtype,
+                              m, plan.head_dim, weight, At(dst, plan.dtype, p * stride));
+  }
+}
+
+// A panel of the parts of `count` blocks.
+void PackParts(const Call& call, int32_t seq, int32_t kv_head, const int32_t* blocks, int32_t count,
+               uint32_t* rows_scratch, uint32_t* dst) {
+  const PlanImpl& plan = call.plan;
+  for (int32_t i = 0; i < count; ++i) {
+    RepresentParts(call, seq, kv_head, blocks[i],
+                   At(static_cast<void*>(rows_scratch), plan.dtype, int64_t{i} * plan.parts * plan.rep_width),
+                   plan.rep_width);
+  }
+  call.products.pack_panel(rows_scratch, plan.rep_width, plan.dtype, count * plan.parts, plan.rep_width, dst);
+}
+
 // The rows of q as the scores want them: words, of rep_width elements.
 void RepQuery(const Call& call, const void* q, uint32_t* dst, const uint32_t** row) {
   const PlanImpl& plan = call.plan;
@@ -164,30 +191,32 @@ void ScoreRows(const Call& call, const Tile& tile, const TileScratch& scratch, i
   }
 }
 
-// Chooses `count` of the candidates [first, last) by the logarithms (base 2) of their scores, for the heads in rows
-// [row, row + heads); their weights are still in scratch.rep_weights. Returns the scores by block, right for what is
-// chosen. Rare: their exponentials were too small for f32.
-const float* ChooseByLogs(const Call& call, const Tile& tile, const TileScratch& scratch, int32_t row, int32_t heads,
-                          int32_t visible, int32_t first, int32_t last, int32_t count, int32_t* out) {
+// The logarithms (base 2) of a head's softmax values from its raw scores s[0, n); weight: 1 over the sum of their
+// exponentials.
+void ToLogs(float* s, int32_t n, double factor, float weight) {
+  const double lse = *std::max_element(s, s + n) * factor - std::log2(double{weight});
+  for (int32_t t = 0; t < n; ++t) s[t] = static_cast<float>(s[t] * factor - lse);
+}
+
+// Chooses `count` of the candidates [first, last) by the logarithms (base 2) of the heads' softmax values of `visible`
+// entries, log_rows[h][t]: blocks, or what is pooled onto them. Returns the scores by block, right for what is chosen.
+// Rare: their exponentials were too small for f32. largest: [visible].
+const float* ChooseByLogs(const Call& call, const TileScratch& scratch, const float* const* log_rows, int32_t heads,
+                          int32_t visible, bool pooled, int32_t first, int32_t last, int32_t count, float* largest,
+                          int32_t* out) {
   const PlanImpl& plan = call.plan;
-  const bool pooled = plan.representation == Representation::kPooled;
   const int32_t per_block = plan.block / kPoolStride;
-  ScoreRows(call, tile, scratch, row, heads, visible);
   // A block's score is at least its largest head's, and at most `heads` times that.
-  std::fill_n(scratch.group_scores, visible, -HUGE_VALF);
-  for (int32_t h = row; h < row + heads; ++h) {
-    float* s = scratch.rep_score_ptrs[h];
-    const double factor = plan.scale * kLog2E;
-    const double lse = *std::max_element(s, s + visible) * factor - std::log2(double{scratch.rep_weights[h]});
+  std::fill_n(largest, visible, -HUGE_VALF);
+  for (int32_t h = 0; h < heads; ++h) {
     for (int32_t t = 0; t < visible; ++t) {
-      s[t] = static_cast<float>(s[t] * factor - lse);
-      if (s[t] > scratch.group_scores[t]) scratch.group_scores[t] = s[t];
+      if (log_rows[h][t] > largest[t]) largest[t] = log_rows[h][t];
     }
   }
-  float* values = scratch.group_scores;
+  float* values = largest;
   if (pooled) {
     values = scratch.block_scores;
-    PoolOntoBlocks(scratch.group_scores, visible, first, last, per_block, values);
+    PoolOntoBlocks(largest, visible, first, last, per_block, values);
   }
   const auto choose = [&] {
     call.kernels.top_k(values, first, last, count, scratch.candidates, out);
@@ -202,8 +231,8 @@ const float* ChooseByLogs(const Call& call, const Tile& tile, const TileScratch&
     const float reach = base - std::log2(static_cast<float>(heads)) - 0.01f;
     const auto sum = [&](int32_t t) {
       double top = -HUGE_VAL, total = 0;
-      for (int32_t h = row; h < row + heads; ++h) top = std::max(top, double{scratch.rep_score_ptrs[h][t]});
-      for (int32_t h = row; h < row + heads; ++h) total += std::exp2(scratch.rep_score_ptrs[h][t] - top);
+      for (int32_t h = 0; h < heads; ++h) top = std::max(top, double{log_rows[h][t]});
+      for (int32_t h = 0; h < heads; ++h) total += std::exp2(log_rows[h][t] - top);
       return top + std::log2(total);
     };
     for (int32_t t = first; t < last; ++t) {
@@ -215,7 +244,7 @@ const float* ChooseByLogs(const Call& call, const Tile& tile, const TileScratch&
       if (pooled) {
         const auto [begin, end] = PooledEntries(t, visible, per_block);
         for (int32_t j = begin; j < end; ++j) {
-          if (scratch.group_scores[j] >= reach) best = std::max(best, sum(j));
+          if (largest[j] >= reach) best = std::max(best, sum(j));
         }
       } else {
         best = sum(t);
@@ -230,18 +259,205 @@ const float* ChooseByLogs(const Call& call, const Tile& tile, const TileScratch&
   return values;
 }
 
+// The smallest of the values that are listed.
+float Least(const float* values, const int32_t* list, int32_t count) {
+  float least = values[list[0]];
+  for (int32_t j = 1; j < count; ++j) least = std::min(least, values[list[j]]);
+  return least;
+}
+
+// What the queries of one block b have in common.
+struct Candidates {
+  Candidates(const PlanImpl& plan, int32_t own_block)
+      : b(own_block), first(plan.init_blocks), last(plan.CandidateEnd(b)), visible(plan.VisibleRepRows(b)) {}
+  int32_t b;
+  int32_t first, last;  // blocks [first, last)
+  int32_t visible;      // rows of reps
+};
+
+// The `count` best candidates by the rows of reps, for the heads in rows [row, row + heads), whose exponentials are in
+// scratch.rep_score_ptrs: the choice itself, or with parts the survivors. Returns the scores by block; with `count` 0,
+// or as many as there are candidates, they are all that is wanted.
+const float* ChooseByReps(const Call& call, const Tile& tile, const TileScratch& scratch, const Candidates& blocks,
+                          int32_t row, int32_t heads, int32_t count, int32_t* out) {
+  const PlanImpl& plan = call.plan;
+  const bool pooled = plan.representation == Representation::kPooled;
+  const int32_t visible = blocks.visible, first = blocks.first, last = blocks.last;
+  call.kernels.group_scores(scratch.rep_score_ptrs + row, scratch.rep_weights + row, heads,
+                            plan.settings.group_reduce == GroupReduce::kMax, pooled ? 0 : first,
+                            pooled ? visible : last, scratch.group_scores);
+  const float* scores = scratch.group_scores;
+  if (pooled) {
+    PoolOntoBlocks(scratch.group_scores, visible, first, last, plan.block / kPoolStride, scratch.block_scores);
+    scores = scratch.block_scores;
+  }
+  if (last - first <= count) return scores;
+  call.kernels.top_k(scores, first, last, count, scratch.candidates, out);
+  if (Least(scores, out, count) >= kLeastScore) return scores;
+  ScoreRows(call, tile, scratch, row, heads, visible);
+  for (int32_t h = row; h < row + heads; ++h) {
+    ToLogs(scratch.rep_score_ptrs[h], visible, plan.scale * kLog2E, scratch.rep_weights[h]);
+  }
+  return ChooseByLogs(call, scratch, scratch.rep_score_ptrs + row, heads, visible, pooled, first, last, count,
+                      scratch.group_scores, out);
+}
+
+// Which blocks' parts are scored, and where each chooser's survivors are. Scores of reps are in scratch.rep_score_ptrs
+// where there are more candidates than survivors.
+void Survive(const Call& call, const Tile& tile, const TileScratch& scratch, const Candidates& blocks, int32_t choosers,
+             int32_t heads) {
+  const int32_t candidates = blocks.last - blocks.first;
+  const int32_t count = std::min(candidates, call.shape.survivors);
+  uint64_t* bits = scratch.scored_bits;
+  const auto mark = [bits](int32_t t) { bits[t / 64] |= uint64_t{1} << (t % 64); };
+  std::fill_n(bits, blocks.b / 64 + 1, uint64_t{0});
+  for (int32_t t = 0; t < std::min(blocks.first, blocks.b); ++t) mark(t);
+  for (int32_t t = blocks.last; t < blocks.b; ++t) mark(t);
+  for (int32_t c = 0; c < choosers; ++c) {
+    int32_t* out = scratch.survivors + int64_t{c} * call.shape.survivors;
+    scratch.survivor_counts[c] = count;
+    if (candidates > count) {
+      ChooseByReps(call, tile, scratch, blocks, c * heads, heads, count, out);
+    } else {
+      for (int32_t j = 0; j < count; ++j) out[j] = blocks.first + j;
+    }
+    for (int32_t j = 0; j < count; ++j) mark(out[j]);
+  }
+}
+
+// Raw scores of all rows over the parts of the marked blocks, into scratch.part_scores at scratch.part_columns.
+void ScoreParts(const Call& call, const Tile& tile, const TileScratch& scratch, int32_t b, int32_t rows) {
+  const PlanImpl& plan = call.plan;
+  const int32_t per_panel = kPanel / plan.parts;
+  const int64_t panel_size = int64_t{call.rep_words} * kPanel;
+  const int64_t packed = call.shared.part_starts[tile.seq];
+  const uint32_t* source = nullptr;  // panels under way, next to each other
+  int32_t panels = 0, column = 0;
+  const auto flush = [&] {
+    if (panels == 0) return;
+    for (int32_t r = 0; r < rows; ++r) {
+      scratch.part_ptrs[r] = scratch.part_scores + int64_t{r} * call.shape.part_columns + column - panels * kPanel;
+    }
+    call.products.dot(scratch.rep_query_ptrs, rows, source, panels, call.rep_words, scratch.part_ptrs);
+    panels = 0;
+  };
+  const auto add = [&](const uint32_t* panel) {
+    if (panels == 4 || (panels > 0 && panel != source + panels * panel_size)) flush();
+    if (panels == 0) source = panel;
+    ++panels;
+    column += kPanel;
+  };
+  int32_t gathered[kPanel], count = 0;
+  int32_t last_panel = -1;
+  const auto gather = [&] {
+    uint32_t* panel = scratch.part_panels + (panels % 4) * panel_size;
+    if (panels == 4) {
+      flush();
+      panel = scratch.part_panels;
+    }
+    PackParts(call, tile.seq, tile.kv_head, gathered, count, scratch.part_rows, panel);
+    add(panel);
+    count = 0;
+  };
+  for (int32_t w = 0; w <= b / 64; ++w) {
+    for (uint64_t bits = scratch.scored_bits[w]; bits != 0; bits &= bits - 1) {
+      const int32_t t = w * 64 + __builtin_ctzll(bits);
+      if (packed >= 0) {
+        if (t / per_panel != last_panel) {
+          last_panel = t / per_panel;
+          const int32_t all = PaddedParts(plan, plan.seqs[tile.seq]) / kPanel;
+          add(call.shared.part_panels + packed + (int64_t{tile.kv_head} * all + last_panel) * panel_size);
+        }
+        scratch.part_columns[t] = column - kPanel + t % per_panel * plan.parts;
+      } else {
+        scratch.part_columns[t] = column + count * plan.parts;
+        gathered[count++] = t;
+        if (count == per_panel) gather();
+      }
+    }
+  }
+  if (count > 0) gather();
+  flush();
+}
+
+// The `count` best of a chooser's survivors by their parts, for the heads in rows [row, row + heads). Returns the
+// scores of what is listed, by place in the list.
+const float* ChooseByParts(const Call& call, const TileScratch& scratch, const Candidates& blocks, int32_t chooser,
+                           int32_t row, int32_t heads, int32_t count, int32_t* out) {
+  const PlanImpl& plan = call.plan;
+  const int32_t parts = plan.parts;
+  const int32_t* survivors = scratch.survivors + int64_t{chooser} * call.shape.survivors;
+  const int32_t num_survivors = scratch.survivor_counts[chooser];
+  const int32_t first = std::min(blocks.first, blocks.b);
+  int32_t n = 0;
+  for (int32_t t = 0; t < first; ++t) scratch.fine_blocks[n++] = t;
+  for (int32_t j = 0; j < num_survivors; ++j) scratch.fine_blocks[n++] = survivors[j];
+  for (int32_t t = blocks.last; t < blocks.b; ++t) scratch.fine_blocks[n++] = t;
+
+  const auto gather = [&] {
+    for (int32_t h = 0; h < heads; ++h) {
+      const float* from = scratch.part_scores + int64_t{row + h} * call.shape.part_columns;
+      float* to = scratch.fine_ptrs[h] = scratch.fine_scores + h * scratch.fine_stride;
+      for (int32_t i = 0; i < n; ++i) {
+        std::memcpy(to + i * parts, from + scratch.part_columns[scratch.fine_blocks[i]], sizeof(float) * parts);
+      }
+    }
+  };
+  gather();
+  float* weights = scratch.rep_weights + row;
+  for (int32_t h = 0; h < heads; ++h) {
+    weights[h] = 1.0f / call.kernels.exponentials(scratch.fine_ptrs[h], n * parts, plan.scale * kLog2E);
+  }
+  const bool maximum = plan.settings.group_reduce == GroupReduce::kMax;
+  if (maximum) {
+    for (int32_t h = 0; h < heads; ++h) call.kernels.fold_parts(scratch.fine_ptrs[h], n, parts);
+  }
+  float* values = scratch.fine_values;
+  call.kernels.group_scores(scratch.fine_ptrs, weights, heads, maximum, 0, maximum ? n : n * parts, values);
+  if (!maximum) call.kernels.fold_parts(values, n, parts);
+  const float* scores = values;
+  if (num_survivors > count) {
+    call.kernels.top_k(values, first, first + num_survivors, count, scratch.candidates, out);
+    if (Least(values, out, count) < kLeastScore) {
+      gather();
+      for (int32_t h = 0; h < heads; ++h) {
+        float* s = scratch.fine_ptrs[h];
+        ToLogs(s, n * parts, plan.scale * kLog2E, weights[h]);
+        for (int32_t i = 0; i < n; ++i) {
+          const float* part = s + i * parts;
+          const float top = *std::max_element(part, part + parts);
+          double sum = 0;
+          for (int32_t p = 0; p < parts; ++p) sum += std::exp2(double{part[p]} - top);
+          s[i] = top > -HUGE_VALF ? static_cast<float>(top + std::log2(sum)) : top;
+        }
+      }
+      scores = ChooseByLogs(call, scratch, scratch.fine_ptrs, heads, n, false, first, first + num_survivors, count,
+                            values, out);
+    }
+  } else {
+    for (int32_t j = 0; j < count; ++j) out[j] = first + j;
+  }
+  float* listed = scratch.group_scores;
+  for (int32_t j = 0; j < count; ++j) {
+    listed[j] = scores[out[j]];
+    out[j] = scratch.fine_blocks[out[j]];
+  }
+  return listed;
+}
+
 // Queries [begin, end) of the tile lie in one block b.
 void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratch, int32_t begin, int32_t end) {
   const PlanImpl& plan = call.plan;
   const ForwardParams& params = call.params;
   const TileShape& shape = call.shape;
   const PlanSequence& seq = plan.seqs[tile.seq];
-  const int32_t b = begin / plan.block;
-  const int32_t first = plan.init_blocks, last = plan.CandidateEnd(b);
-  const int32_t count = plan.BelowDense(b) ? 0 : std::min(last - first, plan.top_k);
-  const bool score = count > 0 && (last - first > plan.top_k || params.selection_scores != nullptr);
+  const Candidates blocks(plan, begin / plan.block);
+  const int32_t candidates = blocks.last - blocks.first;
+  const int32_t count = plan.BelowDense(blocks.b) ? 0 : std::min(candidates, plan.top_k);
+  const bool choose = count > 0 && candidates > plan.top_k;
+  const bool score = choose || (count > 0 && params.selection_scores != nullptr);
   const int32_t rows = (end - begin) * plan.group;
-  const int32_t visible = plan.VisibleRepRows(b);
+  const int32_t heads = plan.rows_of_group();
 
   if (score) {
     for (int32_t r = 0; r < rows; ++r) {
@@ -250,41 +466,33 @@ void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratc
       const void* q = At(params.q, plan.dtype, query * params.q_token_stride + head * params.q_head_stride);
       RepQuery(call, q, scratch.rep_queries + int64_t{r} * plan.rep_width, &scratch.rep_query_ptrs[r]);
     }
-    ScoreRows(call, tile, scratch, 0, rows, visible);
-    for (int32_t r = 0; r < rows; ++r) {
-      scratch.rep_weights[r] =
-          1.0f / call.kernels.exponentials(scratch.rep_score_ptrs[r], visible, plan.scale * kLog2E);
+    if (plan.parts == 1 || candidates > shape.survivors) {
+      ScoreRows(call, tile, scratch, 0, rows, blocks.visible);
+      for (int32_t r = 0; r < rows; ++r) {
+        scratch.rep_weights[r] =
+            1.0f / call.kernels.exponentials(scratch.rep_score_ptrs[r], blocks.visible, plan.scale * kLog2E);
+      }
+    }
+    if (plan.parts > 1) {
+      Survive(call, tile, scratch, blocks, (end - begin) * shape.units, heads);
+      ScoreParts(call, tile, scratch, blocks.b, rows);
     }
   }
 
-  const int32_t heads = plan.rows_of_group();
   for (int32_t query = begin; query < end; ++query) {
     for (int32_t unit = 0; unit < shape.units; ++unit) {
       const int64_t list = int64_t{query - tile.begin} * shape.units + unit;
       int32_t* out = scratch.lists_of_tile + list * shape.slots;
       scratch.list_counts[list] = count;
-      const float* scores = nullptr;
       const int32_t row = (query - begin) * plan.group + unit * heads;
-      if (score) {
-        const bool pooled = plan.representation == Representation::kPooled;
-        call.kernels.group_scores(scratch.rep_score_ptrs + row, scratch.rep_weights + row, heads,
-                                  plan.settings.group_reduce == GroupReduce::kMax, pooled ? 0 : first,
-                                  pooled ? visible : last, scratch.group_scores);
-        scores = scratch.group_scores;
-        if (pooled) {
-          PoolOntoBlocks(scratch.group_scores, visible, first, last, plan.block / kPoolStride, scratch.block_scores);
-          scores = scratch.block_scores;
-        }
+      const float* scores = nullptr;
+      if (score && plan.parts > 1) {
+        scores = ChooseByParts(call, scratch, blocks, (query - begin) * shape.units + unit, row, heads, count, out);
+      } else if (score) {
+        scores = ChooseByReps(call, tile, scratch, blocks, row, heads, count, out);
       }
-      if (last - first > plan.top_k && count > 0) {
-        call.kernels.top_k(scores, first, last, count, scratch.candidates, out);
-        float least = scores[out[0]];
-        for (int32_t j = 1; j < count; ++j) least = std::min(least, scores[out[j]]);
-        if (least < kLeastScore) {
-          scores = ChooseByLogs(call, tile, scratch, row, heads, visible, first, last, count, out);
-        }
-      } else {
-        for (int32_t j = 0; j < count; ++j) out[j] = first + j;
+      if (!choose) {
+        for (int32_t j = 0; j < count; ++j) out[j] = blocks.first + j;
       }
 
       const int64_t at = ((seq.q_start + query - seq.first_position()) * plan.selection_heads +
@@ -295,7 +503,9 @@ void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratc
         std::fill_n(params.selection + at + count, plan.top_k - count, -1);
       }
       if (params.selection_scores != nullptr) {
-        for (int32_t j = 0; j < count; ++j) params.selection_scores[at + j] = scores[out[j]];
+        for (int32_t j = 0; j < count; ++j) {
+          params.selection_scores[at + j] = scores[plan.parts > 1 ? j : out[j]];
+        }
         std::fill_n(params.selection_scores + at + count, plan.top_k - count, 0.0f);
       }
     }
@@ -356,6 +566,34 @@ void PackReps(const Call& call) {
           call.shared.panels + call.shared.panel_starts[s] + (int64_t{kv_head} * panels + p) * call.rep_words * kPanel);
     }
   });
+}
+
+void PackAllParts(const Call& call) {
+  const PlanImpl& plan = call.plan;
+  if (plan.parts == 1) return;
+  constexpr int32_t kPanelsPerTask = 16;
+  const int32_t per_panel = kPanel / plan.parts;
+  for (int32_t s = 0; s < static_cast<int32_t>(plan.seqs.size()); ++s) call.shared.part_starts[s] = -1;
+  int64_t start = 0;
+  for (int32_t s = 0; s < static_cast<int32_t>(plan.seqs.size()); ++s) {
+    const PlanSequence& seq = plan.seqs[s];
+    if (!PacksParts(plan, seq)) continue;
+    const int32_t panels = PaddedParts(plan, seq) / kPanel, blocks = seq.kv_len / plan.block;
+    const int32_t tasks = (panels + kPanelsPerTask - 1) / kPanelsPerTask;
+    call.shared.part_starts[s] = start;
+    ParallelFor(call.params.executor, int64_t{tasks} * plan.num_kv_heads, [&](int32_t task, int32_t /*worker*/) {
+      const int32_t kv_head = task % plan.num_kv_heads, begin = task / plan.num_kv_heads * kPanelsPerTask;
+      alignas(64) uint32_t rows[16 * 256];
+      for (int32_t p = begin; p < std::min(panels, begin + kPanelsPerTask); ++p) {
+        int32_t list[kPanel];
+        const int32_t count = std::min(per_panel, blocks - p * per_panel);
+        for (int32_t i = 0; i < count; ++i) list[i] = p * per_panel + i;
+        PackParts(call, s, kv_head, list, count, rows,
+                  call.shared.part_panels + start + (int64_t{kv_head} * panels + p) * call.rep_words * kPanel);
+      }
+    });
+    start += int64_t{panels} * plan.num_kv_heads * call.rep_words * kPanel;
+  }
 }
 
 void SelectTile(const Call& call, const Tile& tile, const TileScratch& scratch) {

@@ -57,6 +57,9 @@ void RepresentRows(const PlanImpl& plan, const Kernels& kernels, const KeyValues
 // Packs the representatives of the sequences that have many queries.
 void PackReps(const Call& call);
 
+// The same for the parts, where the plan has them.
+void PackAllParts(const Call& call);
+
 // Chooses for the tile's queries: scratch.lists_of_tile and list_counts, and the caller's selection where it is wanted.
 void SelectTile(const Call& call, const Tile& tile, const TileScratch& scratch);
 

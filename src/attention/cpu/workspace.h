@@ -40,6 +40,16 @@ struct TileShape {
     slots = std::min(plan.top_k, blocks);
     padded_reps = (plan.NumRepRows(plan.max_kv_len) + 15) / 16 * 16 + 16;
     units = plan.num_kv_heads > 0 ? plan.selection_heads / plan.num_kv_heads : 1;
+    if (plan.parts > 1) {
+      const int32_t always = std::min(blocks, plan.init_blocks + plan.local_blocks);
+      survivors = std::min(blocks, plan.survivors);
+      fine_blocks = std::min(blocks, always + survivors);
+      // Of the queries scored together. A block lies in one panel with others, which come along.
+      const int32_t per_panel = kPanel / plan.parts;
+      const int64_t lists = int64_t{std::min(score_queries, longest)} * units;
+      const int64_t scored = always / per_panel + 4 + lists * survivors;
+      part_columns = static_cast<int32_t>(std::min<int64_t>(blocks / per_panel + 2, scored)) * kPanel;
+    }
     chosen_slots = kChosenTokens / plan.block;
     score_stride = std::max(kChunk, std::min(chosen_slots, std::max(1, slots)) * plan.block);
   }
@@ -53,6 +63,10 @@ struct TileShape {
   int32_t units;         // lists per query and KV head: 1, or the group's heads
   int32_t chosen_slots;  // chosen blocks whose scores are held at once
   int32_t score_stride;  // floats between two rows of scores
+  // With parts:
+  int32_t survivors = 0;     // the most of a query
+  int32_t fine_blocks = 0;   // the most whose parts a query scores
+  int32_t part_columns = 0;  // of the parts scored for some queries together: whole panels
 };
 
 inline int32_t NumTiles(const PlanSequence& seq, const TileShape& shape) {
@@ -94,6 +108,15 @@ inline int32_t PaddedReps(const PlanImpl& plan, const PlanSequence& seq) {
   return (plan.NumRepRows(seq.kv_len) + 15) / 16 * 16;
 }
 
+// Whether the parts of all blocks of a sequence are made once for all tiles. Few queries make those of their own
+// survivors, some hundred blocks for every 10 queries or so.
+inline bool PacksParts(const PlanImpl& plan, const PlanSequence& seq) {
+  return plan.parts > 1 && PacksReps(plan, seq) && seq.q_len >= seq.kv_len / 256;
+}
+inline int32_t PaddedParts(const PlanImpl& plan, const PlanSequence& seq) {
+  return (seq.kv_len / plan.block * plan.parts + 15) / 16 * 16;
+}
+
 // What one worker needs for one tile of the forward.
 struct TileScratch {
   TileScratch(const PlanImpl& plan, const TileShape& shape, Carver& carver) {
@@ -129,6 +152,22 @@ struct TileScratch {
     group_scores = carver.Take<float>(shape.padded_reps);
     block_scores = carver.Take<float>(shape.blocks + 16);
     candidates = carver.Take<int32_t>(std::max(shape.blocks, shape.padded_reps) + 16);
+    if (plan.parts == 1) return;
+    const int64_t padded_fine = int64_t{shape.fine_blocks * plan.parts + 15} / 16 * 16 + 16;
+    const int64_t choosers = int64_t{shape.score_rows} / plan.rows_of_group();
+    survivors = carver.Take<int32_t>(choosers * shape.survivors);
+    survivor_counts = carver.Take<int32_t>(choosers);
+    scored_bits = carver.Take<uint64_t>(shape.blocks / 64 + 1);
+    part_columns = carver.Take<int32_t>(shape.blocks);
+    part_scores = carver.Take<float>(int64_t{shape.score_rows} * shape.part_columns);
+    part_panels = carver.Take<uint32_t>(4 * kPanel * width);
+    part_rows = carver.Take<uint32_t>(kPanel * width);
+    part_ptrs = carver.Take<float*>(shape.score_rows);
+    fine_blocks = carver.Take<int32_t>(shape.fine_blocks);
+    fine_scores = carver.Take<float>(plan.rows_of_group() * padded_fine);
+    fine_ptrs = carver.Take<float*>(plan.rows_of_group());
+    fine_values = carver.Take<float>(padded_fine);
+    fine_stride = padded_fine;
   }
 
   uint32_t* queries = nullptr;              // [rows][words]
@@ -159,6 +198,20 @@ struct TileScratch {
   float* group_scores = nullptr;  // [padded_reps]
   float* block_scores = nullptr;  // [blocks], infllm2-64
   int32_t* candidates = nullptr;
+  // With parts:
+  int32_t* survivors = nullptr;        // [queries scored together · units][shape.survivors], ascending
+  int32_t* survivor_counts = nullptr;  // [queries scored together · units]
+  uint64_t* scored_bits = nullptr;     // [blocks / 64 + 1] blocks whose parts somebody scores
+  int32_t* part_columns = nullptr;     // [blocks] where the parts of such a block are in part_scores
+  float* part_scores = nullptr;        // [score_rows][shape.part_columns]
+  uint32_t* part_panels = nullptr;     // [4][rep_width][16]
+  uint32_t* part_rows = nullptr;       // [16][rep_width] parts of one panel
+  float** part_ptrs = nullptr;         // [score_rows]
+  int32_t* fine_blocks = nullptr;      // [shape.fine_blocks] of one query and chooser, ascending
+  float* fine_scores = nullptr;        // [rows_of_group][fine_stride] their parts
+  float** fine_ptrs = nullptr;         // [rows_of_group]
+  float* fine_values = nullptr;        // [fine_stride] the group's
+  int64_t fine_stride = 0;
 };
 
 // What all workers share in one forward: packed keys and values of some heads, representatives where the caller keeps
@@ -179,6 +232,11 @@ struct SharedScratch {
     for (const PlanSequence& seq : plan.seqs) rows += PacksReps(plan, seq) ? PaddedReps(plan, seq) : 0;
     panels = carver.Take<uint32_t>(rows * plan.num_kv_heads * plan.rep_width);
     panel_starts = carver.Take<int64_t>(static_cast<int64_t>(plan.seqs.size()));
+    if (plan.parts == 1) return;
+    rows = 0;
+    for (const PlanSequence& seq : plan.seqs) rows += PacksParts(plan, seq) ? PaddedParts(plan, seq) : 0;
+    part_panels = carver.Take<uint32_t>(rows * plan.num_kv_heads * plan.rep_width);
+    part_starts = carver.Take<int64_t>(static_cast<int64_t>(plan.seqs.size()));
   }
   uint32_t* packed_keys = nullptr;    // [heads at once][packed_head_size]
   uint32_t* packed_values = nullptr;  // [heads at once][packed_head_size]
@@ -186,6 +244,8 @@ struct SharedScratch {
   void* reps = nullptr;               // [num_reps][num_kv_heads][rep_width]
   uint32_t* panels = nullptr;         // per packing sequence: [num_kv_heads][padded reps / 16][words][16]
   int64_t* panel_starts = nullptr;  // [num_seqs] words before the sequence's panels, -1 for sequences that do not pack
+  uint32_t* part_panels = nullptr;  // per packing sequence: [num_kv_heads][padded parts / 16][words][16]
+  int64_t* part_starts = nullptr;   // [num_seqs] as panel_starts
 };
 
 // What one worker needs for one sequence and KV head of the backward: f32 throughout.

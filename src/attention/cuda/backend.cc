@@ -300,6 +300,9 @@ void Prepare(PlanImpl* plan) {
   if (plan->representation != Representation::kNone && plan->representation != Representation::kMixedMean) {
     Throw(PHSA_UNSUPPORTED, "plan: the CUDA kernels take the policies dense, phsa, infllm2 and streaming");
   }
+  if (plan->parts > 1 && plan->top_k > 0) {
+    Throw(PHSA_UNSUPPORTED, "plan: parts is {}; the CUDA kernels take 1", plan->parts);
+  }
   if (plan->num_queries > kNoLimit) {
     Throw(PHSA_UNSUPPORTED, "plan: {} queries; the CUDA kernels take up to {}", plan->num_queries, kNoLimit);
   }
