@@ -473,9 +473,10 @@ inline Settings RandomSettings(Random* random, int32_t num_kv_heads) {
       settings.head_lambda.push_back(static_cast<float>(Uniform(random, 0, 4)) / 4);
     }
   }
-  settings.parts = OneOf(random, {1, 1, 1, 2, 4, 8});
+  Random aside = *random;  // so that the cases are otherwise as they were without parts
+  settings.parts = OneOf(&aside, {1, 1, 1, 2, 4, 8});
   // Few survivors, so that the coarse level decides something; all of them; the default.
-  settings.survivors = OneOf(random, {0, 1, 2, 4, 7, settings.survivors});
+  settings.survivors = OneOf(&aside, {0, 1, 2, 4, 7, settings.survivors});
   return settings;
 }
 

@@ -140,6 +140,8 @@ TEST(Settings, FromCKeepsEveryValue) {
   c.lambda = 0.25f;
   c.group_reduce = PHSA_GROUP_MAX;
   c.dense_below = 320;
+  c.parts = 4;
+  c.survivors = 128;
   const Settings settings = Settings::FromC(c);
   Settings expected;
   expected.policy = Policy::kQuest;
@@ -150,6 +152,8 @@ TEST(Settings, FromCKeepsEveryValue) {
   expected.lambda = 0.25f;
   expected.group_reduce = GroupReduce::kMax;
   expected.dense_below = 320;
+  expected.parts = 4;
+  expected.survivors = 128;
   EXPECT_EQ(settings, expected);
 }
 
@@ -158,7 +162,7 @@ TEST(SettingsJson, AnEmptyObjectIsTheDefaults) { EXPECT_EQ(SettingsFromJson("{}"
 TEST(SettingsJson, EveryKeyIsRead) {
   const LayerSettings settings = SettingsFromJson(R"({
     "attention": "quest", "block_size": 32, "init_tokens": 64, "local_tokens": 96, "top_k": 5, "lambda": 0.25,
-    "group_reduce": "max", "dense_below": 320, "punctuation": "en+zh"})");
+    "group_reduce": "max", "dense_below": 320, "parts": 4, "survivors": 128, "punctuation": "en+zh"})");
   Settings expected;
   expected.policy = Policy::kQuest;
   expected.block_size = 32;
@@ -168,6 +172,8 @@ TEST(SettingsJson, EveryKeyIsRead) {
   expected.lambda = 0.25f;
   expected.group_reduce = GroupReduce::kMax;
   expected.dense_below = 320;
+  expected.parts = 4;
+  expected.survivors = 128;
   expected.punctuation = "en+zh";
   EXPECT_EQ(settings.base, expected);
   EXPECT_TRUE(settings.layers.empty());
@@ -250,7 +256,7 @@ TEST(SettingsJson, MistakesAreNamedWithKeyValueAndAllowedValues) {
        "lambda, group_reduce, dense_below, parts, survivors, punctuation, tested_tokens, layers"},
       {R"({"layers": {"1": {"layers": {}}}})",
        "settings: layers \"1\": \"layers\" is not a setting; allowed: attention, block_size, init_tokens, "
-       "local_tokens, top_k, lambda, group_reduce, dense_below, punctuation"},
+       "local_tokens, top_k, lambda, group_reduce, dense_below, parts, survivors, punctuation"},
       {R"({"top_k": -1})", "settings: top_k is -1; allowed: 0 to 65536"},
       {R"({"top_k": 1.5})", "settings: top_k is 1.5; allowed: 0 to 65536"},
       {R"({"top_k": "16"})", "settings: top_k is \"16\"; allowed: 0 to 65536"},
@@ -279,7 +285,7 @@ TEST(SettingsJson, MistakesAreNamedWithKeyValueAndAllowedValues) {
       {R"({"tested_tokens": 0})", "settings: tested_tokens is 0; allowed: 1 and up"},
       {R"({"layers": {"1": {"tested_tokens": 5}}})",
        "settings: layers \"1\": \"tested_tokens\" is not a setting; allowed: attention, block_size, init_tokens, "
-       "local_tokens, top_k, lambda, group_reduce, dense_below, punctuation"},
+       "local_tokens, top_k, lambda, group_reduce, dense_below, parts, survivors, punctuation"},
       {R"({"top_k": 1, "top_k": 2})", "settings: \"top_k\" is given twice"},
       {R"({"layers": []})",
        "settings: layers is a list; allowed: an object such as {\"0\": {\"attention\": \"dense\"}}"},

@@ -31,8 +31,11 @@ struct Merged {
     if (policy == "infllm2-64" || was == "infllm2-64") {
       one["block_size"] = policy == "infllm2-64" ? Json(64) : preset["block_size"];
     }
-    one["parts"] = preset["parts"];
-    one["survivors"] = preset["survivors"];
+    // Settings of a model that attends densely by default are for whoever asks for a sparse policy.
+    if (was != "dense") {
+      one["parts"] = preset["parts"];
+      one["survivors"] = preset["survivors"];
+    }
     if (IsMean(policy) || IsMean(was)) one["lambda"] = IsMean(policy) ? Json(1) : preset["lambda"];
   }
 
