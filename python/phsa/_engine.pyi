@@ -18,6 +18,8 @@ class AttentionChoice:
         local: int | None,
         block: int | None,
         dense_below: int | None,
+        parts: int | None,
+        survivors: int | None,
         punctuation: str,
         group_reduce: str,
         settings: str,

@@ -6,6 +6,7 @@ contiguous slices that all of its queries share, and gathers the chosen blocks p
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class Blocks:
     dense_below: int
     rep_stride: int
     rep_span: int
+    parts: int
+    survivors: int
 
     @staticmethod
     def of(settings: Settings) -> Blocks:
@@ -54,7 +57,14 @@ class Blocks:
             dense_below=settings.dense_below,
             rep_stride=_POOL_STRIDE if pooled else block,
             rep_span=_POOL_SPAN if pooled else block,
+            parts=settings.parts if settings.policy in ("phsa", "infllm2") else 1,
+            survivors=max(settings.survivors, settings.top_k) if settings.survivors else 0,
         )
+
+    def of_parts(self) -> Blocks:
+        """The same for what represents parts: blocks that are a part long."""
+        size = self.block // self.parts
+        return dataclasses.replace(self, block=size, rep_stride=size, rep_span=size, parts=1)
 
     def rep_rows(self, tokens: int) -> int:
         """Representatives that exist once that many tokens are there."""
@@ -166,6 +176,62 @@ def _scores(q: Tensor, reps: Tensor, visible: Tensor, blocks: Blocks, scale: flo
     return share
 
 
+class Parts:
+    """The representatives of the blocks' parts, of one sequence: made when they are first asked for."""
+
+    def __init__(
+        self, k: Tensor, flags: Tensor | None, blocks: Blocks, lam: float | tuple[float, ...], rows: int
+    ) -> None:
+        self._k, self._flags, self._blocks, self._lam = k, flags, blocks, lam
+        self._made = torch.zeros(rows, dtype=torch.bool, device=k.device)
+        self._reps = k.new_empty((rows, blocks.parts, *k.shape[1:]))
+
+    def of(self, index: Tensor) -> Tensor:
+        """Of these blocks: (blocks, parts, kv_heads, head_dim), in the type of k."""
+        missing = index[~self._made[index]]
+        if missing.numel() > 0:
+            m = self._blocks.block
+            tokens = (missing[:, None] * m + torch.arange(m, device=missing.device)).flatten()
+            flags = None if self._flags is None else self._flags[tokens]
+            parts = self._blocks.of_parts()
+            made = represent(self._k[tokens], flags, parts, self._lam, 0, missing.numel() * self._blocks.parts)
+            self._reps[missing] = made.unflatten(0, (-1, self._blocks.parts))
+            self._made[missing] = True
+        return self._reps[index]
+
+
+def _part_scores(
+    q: Tensor, parts: Parts, fine: Tensor, score: Tensor, blocks: Blocks, scale: float, group_reduce: str
+) -> Tensor:
+    """Logarithms of the blocks' scores by their parts, -inf outside of fine. fine: (queries, choosing heads, blocks),
+    the blocks over whose parts a head's softmax runs; score: as the one mean of each block has it."""
+    queries, _, head_dim = q.shape
+    index = fine.flatten(0, 1).any(0).nonzero().flatten()
+    reps = parts.of(index).to(q.dtype)
+    count, n, kv_heads, _ = reps.shape
+    grouped = q.view(queries, kv_heads, -1, head_dim).permute(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)
+    value = torch.bmm(grouped, reps.flatten(0, 1).permute(1, 2, 0)) * scale
+    value = value.view(kv_heads, queries, -1, count, n).transpose(0, 1)
+    # (queries, kv_heads, group, blocks): a choosing head is a KV head, or one of its group.
+    hidden = ~fine[..., index].unflatten(1, (kv_heads, -1))
+    share = value.masked_fill(hidden[..., None], -torch.inf).flatten(3).log_softmax(-1)
+    share = share.unflatten(3, (count, n)).logsumexp(-1)
+    if group_reduce == "sum":
+        share = share.logsumexp(2)
+    elif group_reduce == "max":
+        share = share.amax(2)
+    else:
+        share = share.flatten(1, 2)
+    out = torch.full_like(score, -torch.inf)
+    out[..., index] = share.masked_fill(~fine[..., index], -torch.inf)
+    return out
+
+
+def _nan_lowest(score: Tensor) -> Tensor:
+    """NaN, which a sort takes for the highest, below every number."""
+    return score.masked_fill(score.isnan(), torch.finfo(score.dtype).min)
+
+
 @dataclass(frozen=True)
 class Tile:
     """Consecutive queries of one sequence that are computed together."""
@@ -183,6 +249,7 @@ def select_tile(
     tile: Tile,
     q: Tensor,
     reps: Tensor,
+    parts: Parts | None,
     blocks: Blocks,
     scale: float,
     group_reduce: str,
@@ -199,8 +266,9 @@ def select_tile(
     if slots == 0 or blocks.candidate_end(last) <= blocks.init_blocks:
         return
     visible = ((own * blocks.block - blocks.rep_span).div(blocks.rep_stride, rounding_mode="floor") + 1).clamp(min=0)
+    q = q.to(_compute_dtype(q.dtype))
     score = _scores(
-        q.to(_compute_dtype(q.dtype)),
+        q,
         reps[: blocks.rep_rows(last * blocks.block)],
         visible,
         blocks,
@@ -210,7 +278,18 @@ def select_tile(
     index = torch.arange(score.shape[-1], device=q.device)
     end = torch.where(own * blocks.block < blocks.dense_below, 0, own - blocks.local_blocks)
     barred = (index < blocks.init_blocks) | (index >= end[:, None])
-    score = score.masked_fill(barred[:, None], -torch.inf)
+    candidate = score.masked_fill(barred[:, None], -torch.inf)
+    if parts is not None:
+        shown = (index < visible[:, None])[:, None].expand(score.shape)
+        fine = shown
+        if 0 < blocks.survivors < score.shape[-1]:
+            value, order = _nan_lowest(candidate).sort(dim=-1, descending=True, stable=True)
+            value, order = value[..., : blocks.survivors], order[..., : blocks.survivors]
+            survive = torch.zeros_like(shown).scatter(-1, order, value > -torch.inf)
+            fine = (shown & barred[:, None]) | survive
+        score = _part_scores(q, parts, fine, score, blocks, scale, group_reduce)
+        candidate = _nan_lowest(score.masked_fill(barred[:, None], -torch.inf))
+    score = candidate
     # A stable sort keeps the lower block first among equals; topk promises no order.
     value, order = score.sort(dim=-1, descending=True, stable=True)
     value, order = value[..., :slots], order[..., :slots]
@@ -239,7 +318,8 @@ def tiles(
         else:
             gathered = choosing_heads * slots * blocks.block * head_dim
             window = (blocks.init_blocks + 2 * blocks.local_blocks + slots) * blocks.block
-            per_query = max(gathered, q_heads * window, q_heads * (kv_len // blocks.rep_stride + 1))
+            scored = q_heads * (kv_len // blocks.rep_stride + 1) * blocks.parts
+            per_query = max(gathered, q_heads * window, scored)
         queries = max(1, _TILE_ELEMENTS // max(1, per_query))
         if not everything:
             # The shared window grows with the tile; past its own length that is wasted work.
@@ -427,12 +507,17 @@ def forward(
             seq_reps = represent(
                 k_seq, None if flags is None else flags[seq.kv_rows], blocks, settings.lam, 0, rows if slots else 0
             )
+        parts = None
+        if blocks.parts > 1:
+            seq_flags = None if flags is None else flags[seq.kv_rows]
+            parts = Parts(k_seq, seq_flags, blocks, settings.lam, blocks.rep_rows(seq.kv_len))
         for tile in tiles(seq.q_len, seq.kv_len, blocks, q.shape[1], selection.shape[1], q.shape[2], slots):
             rows = slice(seq.q_start + tile.row, seq.q_start + tile.row + tile.queries)
             select_tile(
                 tile,
                 q[rows],
                 seq_reps,
+                parts,
                 blocks,
                 scale,
                 settings.group_reduce,

@@ -137,10 +137,10 @@ class LLM:
     """A model, loaded: a ``.gguf`` file, a Hugging Face folder, or a name that ``phsa models`` lists as fetched.
 
     ``attention`` is the policy, and with ``top_k``, ``lam``, ``punctuation``, ``init``, ``local``, ``block``,
-    ``dense_below`` and ``group_reduce`` what docs/settings.md describes; ``settings`` brings all of that in one, from a
-    file or a mapping, by layer where wanted. An argument counts first, then ``settings``, then what the model or its
-    adapter carries, then the paper's preset for the context, in which the attention is dense. A setting that nothing
-    uses is an error.
+    ``dense_below``, ``parts``, ``survivors`` and ``group_reduce`` what docs/settings.md describes; ``settings`` brings
+    all of that in one, from a file or a mapping, by layer where wanted. An argument counts first, then ``settings``,
+    then what the model or its adapter carries, then the paper's preset for the context, in which the attention is
+    dense. A setting that nothing uses is an error.
 
     ``adapter`` is the folder of a LoRA adapter in PEFT's form (docs/adapters.md); the settings that it carries count as
     the model's own. ``adapters`` gives names to several, of which ``adapter``, ``set_adapter`` or a call chooses one.
@@ -172,6 +172,8 @@ class LLM:
         local: int | None = None,
         block: int | None = None,
         dense_below: int | None = None,
+        parts: int | None = None,
+        survivors: int | None = None,
         group_reduce: str | None = None,
         settings: AttentionSettings | None = None,
         device: str | None = None,
@@ -193,7 +195,18 @@ class LLM:
         self._worker: ThreadPoolExecutor | None = None
         self._warned = False
         choice = _attention_choice(
-            attention, top_k, lam, punctuation, init, local, block, dense_below, group_reduce, settings
+            attention,
+            top_k,
+            lam,
+            punctuation,
+            init,
+            local,
+            block,
+            dense_below,
+            parts,
+            survivors,
+            group_reduce,
+            settings,
         )
         try:
             self._loaded = engine.Engine(
@@ -321,13 +334,26 @@ class LLM:
         local: int | None = None,
         block: int | None = None,
         dense_below: int | None = None,
+        parts: int | None = None,
+        survivors: int | None = None,
         group_reduce: str | None = None,
         settings: AttentionSettings | None = None,
     ) -> None:
         """Another attention for the same weights. What is not given is as if the model were newly loaded."""
         self._engine.set_attention(
             _attention_choice(
-                attention, top_k, lam, punctuation, init, local, block, dense_below, group_reduce, settings
+                attention,
+                top_k,
+                lam,
+                punctuation,
+                init,
+                local,
+                block,
+                dense_below,
+                parts,
+                survivors,
+                group_reduce,
+                settings,
             )
         )
 
@@ -738,6 +764,8 @@ def _attention_choice(
     local: int | None,
     block: int | None,
     dense_below: int | None,
+    parts: int | None,
+    survivors: int | None,
     group_reduce: str | None,
     settings: AttentionSettings | None,
 ) -> _engine.AttentionChoice:
@@ -749,6 +777,8 @@ def _attention_choice(
         local=_maybe_whole("local", local),
         block=_maybe_whole("block", block),
         dense_below=_maybe_whole("dense_below", dense_below),
+        parts=_maybe_whole("parts", parts),
+        survivors=_maybe_whole("survivors", survivors),
         punctuation=_text("punctuation", punctuation or ""),
         group_reduce=_text("group_reduce", group_reduce or ""),
         settings=_settings_json(settings),

@@ -102,6 +102,8 @@ def _cuda_misfit(q: Tensor, k: Tensor, settings: Settings, backward: bool) -> st
         return f"policy {settings.policy!r}; allowed: {', '.join(_CUDA_POLICIES)}"
     if settings.block != 16:
         return f"block {settings.block}; allowed: 16"
+    if _fallback.Blocks.of(settings).parts > 1:
+        return f"parts {settings.parts}; allowed: 1"
     if settings.top_k > _CUDA_TOP_K:
         return f"top_k {settings.top_k}; allowed: up to {_CUDA_TOP_K}"
     if k.shape[0] > _CUDA_TOKENS:
@@ -154,6 +156,8 @@ def _settings(
     lam: Sequence[float],
     group_reduce: str,
     dense_below: int,
+    parts: int,
+    survivors: int,
 ) -> Settings:
     lams: float | tuple[float, ...] = lam[0] if len(lam) == 1 else tuple(lam)
     return Settings(
@@ -165,12 +169,14 @@ def _settings(
         lam=lams,
         group_reduce=group_reduce,
         dense_below=dense_below,
+        parts=parts,
+        survivors=survivors,
     )
 
 
 def _native_settings(
     settings: Settings, lam: Sequence[float]
-) -> tuple[int, int, int, int, int, float, Tensor | None, int, int]:
+) -> tuple[int, int, int, int, int, float, Tensor | None, int, int, int, int]:
     lams = torch.tensor(list(lam), dtype=torch.float32) if len(lam) > 1 else None
     block = settings.block
     assert block is not None
@@ -184,6 +190,8 @@ def _native_settings(
         lams,
         GROUP_REDUCES.index(settings.group_reduce),
         settings.dense_below,
+        settings.parts,
+        settings.survivors,
     )
 
 
@@ -314,10 +322,12 @@ def _attention(
     lam: Sequence[float],
     group_reduce: str,
     dense_below: int,
+    parts: int,
+    survivors: int,
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    settings = _settings(policy, block, init, local, top_k, lam, group_reduce, dense_below)
+    settings = _settings(policy, block, init, local, top_k, lam, group_reduce, dense_below, parts, survivors)
     seqs = _sequences(q.shape[0], k.shape[0], q_lens, kv_lens)
     out, lse, selection = _run_forward(q, k, v, flags, None, seqs, settings, lam, scale, backend)
     assert out is not None and lse is not None
@@ -363,10 +373,12 @@ def _attention_backward(
     lam: Sequence[float],
     group_reduce: str,
     dense_below: int,
+    parts: int,
+    survivors: int,
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    settings = _settings(policy, block, init, local, top_k, lam, group_reduce, dense_below)
+    settings = _settings(policy, block, init, local, top_k, lam, group_reduce, dense_below, parts, survivors)
     seqs = _sequences(q.shape[0], k.shape[0], q_lens, kv_lens)
     # The kernels differentiate whole sequences; a chunk's gradient (q_len < kv_len) is computed in PyTorch.
     whole = q.shape[0] > 0 and all(seq.q_len == seq.kv_len for seq in seqs)
@@ -518,6 +530,8 @@ def _attention_cached(
     lam: Sequence[float],
     group_reduce: str,
     dense_below: int,
+    parts: int,
+    survivors: int,
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -526,7 +540,7 @@ def _attention_cached(
     k, v: rows in which sequence s starts at kv_starts[s]; flags (rows,) alike; reps: (rows, kv_heads, width), sequence
     s from rep_starts[s]. No gradients.
     """
-    settings = _settings(policy, block, init, local, top_k, lam, group_reduce, dense_below)
+    settings = _settings(policy, block, init, local, top_k, lam, group_reduce, dense_below, parts, survivors)
     seqs = _sequences(q.shape[0], k.shape[0], q_lens, kv_lens, kv_starts, rep_starts)
     blocks = _fallback.Blocks.of(settings)
     for index, seq in enumerate(seqs):
@@ -570,7 +584,7 @@ def _represent(
     lam: Sequence[float],
     backend: str,
 ) -> Tensor:
-    settings = _settings(policy, block, 0, 0, 1, lam, "sum", 0)
+    settings = _settings(policy, block, 0, 0, 1, lam, "sum", 0, 1, 0)
     seqs = _sequences(k.shape[0], k.shape[0], kv_lens, kv_lens, settings=settings)
     blocks = _fallback.Blocks.of(settings)
     rows = sum(blocks.rep_rows(seq.kv_len) for seq in seqs)
@@ -593,7 +607,7 @@ def _(
     lam: Sequence[float],
     backend: str,
 ) -> Tensor:
-    blocks = _fallback.Blocks.of(_settings(policy, block, 0, 0, 1, lam, "sum", 0))
+    blocks = _fallback.Blocks.of(_settings(policy, block, 0, 0, 1, lam, "sum", 0, 1, 0))
     if kv_lens is None:
         rows = torch.sym_max(0, (k.shape[0] - blocks.rep_span) // blocks.rep_stride + 1)
     else:
@@ -616,10 +630,12 @@ def _select(
     lam: Sequence[float],
     group_reduce: str,
     dense_below: int,
+    parts: int,
+    survivors: int,
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    settings = _settings(policy, block, init, local, top_k, lam, group_reduce, dense_below)
+    settings = _settings(policy, block, init, local, top_k, lam, group_reduce, dense_below, parts, survivors)
     seqs = _sequences(q.shape[0], k.shape[0], q_lens, kv_lens)
     shape = _selection_shape(q, k, policy, top_k, group_reduce)
     scores = torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -811,6 +827,8 @@ class _Call:
             _lams(lam, head_lambda, k.shape[-2]),
             settings.group_reduce,
             settings.dense_below,
+            settings.parts,
+            settings.survivors,
             default_scale(q.shape[-1]) if scale is None else float(scale),
             backend,
         )
@@ -829,6 +847,8 @@ def _make_settings(
     group_reduce: str,
     dense_below: int,
     head_lambda: Sequence[float] | None,
+    parts: int = 1,
+    survivors: int = 64,
 ) -> Settings:
     lams = lam if head_lambda is None else head_lambda
     return Settings(
@@ -840,6 +860,8 @@ def _make_settings(
         block=block,
         group_reduce=group_reduce,
         dense_below=dense_below,
+        parts=parts,
+        survivors=survivors,
     )
 
 
@@ -862,6 +884,8 @@ def phsa_attention(
     head_lambda: Sequence[float] | None = None,
     scale: float | None = None,
     dense_below: int = 0,
+    parts: int = 1,
+    survivors: int = 64,
     return_selection: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, ...]:
@@ -883,6 +907,9 @@ def phsa_attention(
         group_reduce: how the query heads of a KV head agree: sum, max, or none (each chooses for itself).
         scale: of the dot products. None: 1/sqrt(head_dim).
         dense_below: query positions below this read everything.
+        parts: representatives of a block where blocks are chosen, 1, 2, 4 or 8: one for each run of its tokens. More
+            than one finds what crosses from one block into the next; for phsa and infllm2.
+        survivors: how many blocks one representative each leaves for the parts, at least top_k; 0: all.
         return_selection: whether to return the chosen blocks too.
         backend: auto, cpu or cuda (the kernels) or torch (plain PyTorch).
 
@@ -894,7 +921,9 @@ def phsa_attention(
 
         Gradients flow to q, k and v through the attention over the selected tokens, none through the selection.
     """
-    settings = _make_settings(policy, top_k, lam, init, local, block, group_reduce, dense_below, head_lambda)
+    settings = _make_settings(
+        policy, top_k, lam, init, local, block, group_reduce, dense_below, head_lambda, parts, survivors
+    )
     call = _Call(q, k, v, flags, settings, lam, head_lambda, scale, cu_seqlens, q_lens, kv_lens, backend)
     if call.q_lens is None and q.shape[0] != k.shape[0]:
         call.q_lens, call.kv_lens = _as_lengths([q.shape[0]], ""), _as_lengths([k.shape[0]], "")
@@ -953,13 +982,17 @@ def select(
     head_lambda: Sequence[float] | None = None,
     scale: float | None = None,
     dense_below: int = 0,
+    parts: int = 1,
+    survivors: int = 64,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The selection alone: the chosen blocks and their scores, arguments as in phsa_attention, no gradient.
 
     Both are (tokens, choosing heads, slots); the scores are f32, 0 beyond the last block.
     """
-    settings = _make_settings(policy, top_k, lam, init, local, block, group_reduce, dense_below, head_lambda)
+    settings = _make_settings(
+        policy, top_k, lam, init, local, block, group_reduce, dense_below, head_lambda, parts, survivors
+    )
     call = _Call(q, k, None, flags, settings, lam, head_lambda, scale, cu_seqlens, q_lens, kv_lens, backend)
     if call.q_lens is None and q.shape[0] != k.shape[0]:
         call.q_lens, call.kv_lens = _as_lengths([q.shape[0]], ""), _as_lengths([k.shape[0]], "")

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 POLICIES = ("dense", "phsa", "infllm2", "infllm2-64", "streaming", "quest")
 GROUP_REDUCES = ("sum", "max", "none")
 BLOCKS = (16, 32, 64)
+PARTS = (1, 2, 4, 8)
 MAX_TOKENS = 1 << 30
 MAX_TOP_K = 65536
 _MAX_FILE_BYTES = 16 << 20
@@ -30,6 +31,8 @@ _JSON_NAMES = {
     "group_reduce": "group_reduce",
     "dense_below": "dense_below",
     "punctuation": "punctuation",
+    "parts": "parts",
+    "survivors": "survivors",
 }
 _PYTHON_NAMES = {name: python for python, name in _JSON_NAMES.items()}
 
@@ -63,7 +66,9 @@ class Settings:
 
     ``lam`` is a number, or a tuple of one number per KV head. ``block`` is None for the policy's own block size: 64
     for ``infllm2-64``, 16 for the others. All token counts are multiples of the block size. ``punctuation`` names a
-    set or a file, or is a tuple of token ids.
+    set or a file, or is a tuple of token ids. ``parts`` is how many representatives a block has where blocks are
+    chosen, for ``phsa`` and ``infllm2``; ``survivors`` how many blocks one representative each leaves for them (0:
+    all), at least ``top_k``.
     """
 
     policy: str = "phsa"
@@ -75,6 +80,8 @@ class Settings:
     group_reduce: str = "sum"
     dense_below: int = 0
     punctuation: str | tuple[int, ...] = "en+zh"
+    parts: int = 1
+    survivors: int = 64
 
     def __post_init__(self) -> None:
         for name in _JSON_NAMES:
@@ -103,6 +110,12 @@ class Settings:
         _check_int("top_k", self.top_k, f"0 to {MAX_TOP_K}")
         if not 0 <= self.top_k <= MAX_TOP_K:
             _refuse("top_k", self.top_k, f"0 to {MAX_TOP_K}")
+        _check_int("parts", self.parts, ", ".join(map(str, PARTS)))
+        if self.parts not in PARTS:
+            _refuse("parts", self.parts, ", ".join(map(str, PARTS)))
+        _check_int("survivors", self.survivors, f"0 (all blocks) to {MAX_TOKENS}")
+        if not 0 <= self.survivors <= MAX_TOKENS:
+            _refuse("survivors", self.survivors, f"0 (all blocks) to {MAX_TOKENS}")
         if isinstance(self.lam, tuple):
             if not self.lam:
                 _refuse("lam", self.lam, "a number from 0 to 1, or a list of them, one per KV head")
@@ -227,6 +240,8 @@ class _Merged:
             changes.setdefault("lam", 1.0 if policy in means else self.preset.lam)
         if "infllm2-64" in (policy, one.policy):
             changes.setdefault("block", 64 if policy == "infllm2-64" else self.preset.block)
+        for name in ("parts", "survivors"):
+            changes.setdefault(name, getattr(self.preset, name))
         return dataclasses.replace(one, policy=policy, **changes)
 
     def add(self, source: Mapping[str, Any]) -> None:

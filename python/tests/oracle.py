@@ -37,6 +37,33 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
     return x - x.max() - math.log(np.exp(x - x.max()).sum())
 
 
+def part_log_scores(
+    q: np.ndarray, k: np.ndarray, flags: np.ndarray, lam: float, coarse: dict[int, float], position: int, s: Settings,
+    scale: float,
+) -> dict[int, float]:  # fmt: skip
+    """The candidates that one mean each leaves, with the logarithms of their scores by parts."""
+    m, size = s.block, s.block // s.parts
+    own = position // m
+    left = sorted(coarse, key=lambda t: (-coarse[t], t))[: max(s.survivors, s.top_k) if s.survivors else None]
+    always = [t for t in range(own) if t < math.ceil(s.init / m) or t >= own - math.ceil(s.local / m)]
+    fine = sorted({*left, *always}) if s.survivors else list(range(own))
+    scores: dict[int, list[float]] = {t: [] for t in left}
+    for head in q:
+        logits = []
+        for t in fine:
+            for p in range(s.parts):
+                run = range(t * m + p * size, t * m + (p + 1) * size)
+                mean = sum(k[i] for i in run) / size
+                marked = [k[i] for i in run if flags[i] and s.policy == "phsa"]
+                rep = lam * mean + (1 - lam) * (sum(marked) / len(marked) if marked else mean)
+                logits.append(float(head @ rep) * scale)
+        share = _log_softmax(np.array(logits)).reshape(len(fine), s.parts)
+        for t, of_block in zip(fine, share, strict=True):
+            if t in scores:
+                scores[t].append(np.logaddexp.reduce(of_block))
+    return {t: max(all_) if s.group_reduce == "max" else np.logaddexp.reduce(all_) for t, all_ in scores.items()}
+
+
 def log_scores(q: np.ndarray, reps: np.ndarray, position: int, s: Settings, scale: float) -> dict[int, float]:
     """The candidates, with the logarithms of their scores. q: (heads that share a choice, head_dim)"""
     m = s.block
@@ -60,8 +87,13 @@ def log_scores(q: np.ndarray, reps: np.ndarray, position: int, s: Settings, scal
     return {t: group[t] for t in candidates}
 
 
-def _choose(q: np.ndarray, reps: np.ndarray, position: int, s: Settings, scale: float) -> list[int]:
+def _choose(
+    q: np.ndarray, reps: np.ndarray, position: int, s: Settings, scale: float, k: np.ndarray, flags: np.ndarray,
+    lam: float,
+) -> list[int]:  # fmt: skip
     value = log_scores(q, reps, position, s, scale)
+    if s.parts > 1 and s.policy in ("phsa", "infllm2") and value:
+        value = part_log_scores(q, k, flags, lam, value, position, s, scale)
     return sorted(sorted(value, key=lambda t: (-value[t], t))[: s.top_k])
 
 
@@ -90,7 +122,7 @@ def attention(
         for h in range(qs.shape[1]):
             kv = h // group
             heads = [h] if s.group_reduce == "none" else list(range(kv * group, (kv + 1) * group))
-            chosen = _choose(qs[i, heads], reps[kv], position, s, scale)
+            chosen = _choose(qs[i, heads], reps[kv], position, s, scale, ks[:, kv], marks, lams[kv])
             if s.group_reduce == "none" or h % group == 0:
                 lists[-1].append(chosen)
             blocks = set(chosen)

@@ -95,6 +95,122 @@ def test_agrees_with_the_specification_for_other_settings(backend: str, change: 
     torch.testing.assert_close(lse[same].double(), want_lse[same], atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("group_reduce", ["sum", "max", "none"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parts": 2},
+        {"parts": 4, "survivors": 3},
+        {"parts": 8, "survivors": 2},
+        {"parts": 4, "survivors": 0},
+        {"parts": 4, "survivors": 4, "head_lambda": (0.2, 1.0)},
+        {"parts": 2, "survivors": 3, "policy": "infllm2"},
+        {"parts": 8, "survivors": 2, "block": 32, "init": 0, "local": 32, "top_k": 1},
+        {"parts": 4, "survivors": 3, "dense_below": 160},
+    ],
+    ids=str,
+)
+def test_parts_agree_with_the_specification(backend: str, group_reduce: str, change: dict) -> None:
+    q, k, v, flags = make(230, dtype=DTYPE[backend])
+    kwargs = {**SMALL, "group_reduce": group_reduce, **change}
+    out, lse, selection = ops.phsa_attention(q, k, v, flags, **kwargs, return_selection=True, backend=backend)
+    kwargs["lam"] = kwargs.pop("head_lambda", kwargs["lam"])
+    want_out, want_lse, want_lists = oracle.attention(q, k, v, flags, Settings(**kwargs))
+    same = agreeing(selection, want_lists)
+    torch.testing.assert_close(out[same].double(), want_out[same], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(lse[same].double(), want_lse[same], atol=2e-6, rtol=1e-5)
+    # Parts are of consequence here: one mean chooses otherwise.
+    _, _, lists = oracle.attention(q, k, v, flags, Settings(**{**kwargs, "parts": 1}))
+    assert lists != want_lists
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_needle_across_two_blocks_is_found_whole_by_parts(backend: str) -> None:
+    q, k, v, _ = make(1024, q_heads=2, kv_heads=1, dtype=DTYPE[backend])
+    needle = torch.randn(64, dtype=q.dtype)
+    needle *= 8 / needle.norm()
+    k *= 0.4
+    k[510:514] += needle  # two tokens of block 31, two of block 32
+    # What else is in the second block points the other way, so that its mean says nothing of the needle.
+    k[514:528] -= needle / 7
+    q[-1] = needle * 2
+    kwargs = {**SMALL, "top_k": 2, "return_selection": True, "backend": backend}
+    chosen = {n: ops.phsa_attention(q, k, v, **kwargs, parts=n)[2][-1, 0].tolist() for n in (1, 8)}
+    assert chosen[8] == [31, 32]
+    assert 32 not in chosen[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("survivors", [0, 5])
+def test_parts_choose_the_same_in_chunks_and_packed(backend: str, survivors: int) -> None:
+    q, k, v, flags = make(420, dtype=DTYPE[backend])
+    kwargs = {**SMALL, "parts": 4, "survivors": survivors, "return_selection": True, "backend": backend}
+    whole = ops.phsa_attention(q, k, v, flags, **kwargs)
+    for begin, end in itertools.pairwise([0, 1, 2, 130, 131, 300, 419, 420]):
+        part = ops.phsa_attention(q[begin:end], k[:end], v[:end], flags[:end], **kwargs)
+        slots = part[2].shape[-1]
+        assert torch.equal(part[2], whole[2][begin:end, :, :slots])
+        torch.testing.assert_close(part[0], whole[0][begin:end], atol=1e-6, rtol=1e-5)
+    front = make(37, dtype=DTYPE[backend])
+    both = [torch.cat(pair) for pair in zip(front, (q, k, v, flags), strict=True)]
+    packed = ops.phsa_attention(*both, cu_seqlens=[0, 37, 457], **kwargs)
+    assert torch.equal(packed[2][37:, :, : whole[2].shape[-1]], whole[2])
+    torch.testing.assert_close(packed[0][37:], whole[0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_have_the_gradients_of_the_selected_tokens(backend: str) -> None:
+    q, k, v, flags = make(300, dtype=DTYPE[backend])
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    kwargs = {**SMALL, "parts": 4, "survivors": 6}
+    out, _, selection = ops.phsa_attention(*leaves, flags, **kwargs, return_selection=True, backend=backend)
+    d_out = torch.randn_like(out)
+    got = torch.autograd.grad(out, leaves, d_out)
+    want = gradients_by_mask(q, k, v, selection, Settings(**kwargs), d_out)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("parts", "survivors"), [(2, 0), (4, 8), (8, 8)])
+def test_kernels_agree_with_pytorch_on_parts(dtype: torch.dtype, parts: int, survivors: int) -> None:
+    q, k, v, flags = make(700, 6, 2, dtype=dtype)
+    kwargs = {**SMALL, "parts": parts, "survivors": survivors, "top_k": 3}
+    kwargs |= {"cu_seqlens": [0, 17, 300, 300, 700], "return_selection": True}
+    d_out = torch.randn(q.shape).to(dtype)
+    results = []
+    for backend in BACKENDS:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse, selection = ops.phsa_attention(*leaves, flags, **kwargs, backend=backend)
+        results.append((out, lse, selection, torch.autograd.grad(out, leaves, d_out)))
+    (out, lse, selection, grads), (want_out, want_lse, want_selection, want_grads) = results
+    # Sums in another order may round a representative to the neighbouring number and so turn a near tie.
+    same = (selection == want_selection).all(-1)
+    assert same.double().mean() > (0.998 if dtype == torch.float32 else 0.98)
+    rows = same.all(-1)
+    error = 2e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out[rows].float(), want_out[rows].float(), atol=error, rtol=error)
+    torch.testing.assert_close(lse[rows], want_lse[rows], atol=2e-5, rtol=1e-5)
+    if rows.all():
+        for a, b in zip(grads, want_grads, strict=True):
+            assert (a.double() - b.double()).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * b.double().norm()
+
+
+def test_scores_of_parts_agree_between_backends() -> None:
+    q, k, _, flags = make(390)
+    kwargs = {**SMALL, "parts": 4, "survivors": 6}
+    selection, scores = ops.select(q, k, flags, **kwargs, backend="cpu")
+    selection_torch, scores_torch = ops.select(q, k, flags, **kwargs, backend="torch")
+    same = agreeing(selection, lists_of(selection_torch))
+    torch.testing.assert_close(scores[same], scores_torch[same], atol=1e-6, rtol=1e-4)
+
+
+def test_cuda_is_refused_parts_by_name() -> None:
+    q, k = torch.empty(32, 4, 128, dtype=torch.bfloat16), torch.empty(32, 2, 128, dtype=torch.bfloat16)
+    assert ops._cuda_misfit(q, k, Settings(parts=4), False) == "parts 4; allowed: 1"
+
+
 @pytest.mark.parametrize(
     ("head_dim", "heads"), [(64, (3, 3)), (80, (8, 1)), (96, (6, 2)), (128, (4, 4)), (256, (2, 1))]
 )
@@ -392,7 +508,7 @@ def operator_arguments(backend: str, grad: bool) -> tuple:
     dtype = torch.float32 if backend == "cpu" else torch.float64
     q, k, v, flags = make(100, dtype=dtype)
     lens = torch.tensor([40, 60], dtype=torch.int32)
-    settings = ("phsa", 16, 16, 16, 1, [0.5], "sum", 0, 0.125, backend)
+    settings = ("phsa", 16, 16, 16, 1, [0.5], "sum", 0, 1, 64, 0.125, backend)
     return (*(x.requires_grad_(grad) for x in (q, k, v)), flags, lens, lens, *settings)
 
 

@@ -70,6 +70,8 @@ class _CSettings(ctypes.Structure):
         ("group_reduce", ctypes.c_int32),
         ("dense_below", ctypes.c_int32),
         ("head_lambda", ctypes.c_void_p),
+        ("parts", ctypes.c_int32),
+        ("survivors", ctypes.c_int32),
     ]
 
 
@@ -95,7 +97,7 @@ def plan(
     library.phsa_plan_workspace_size.restype = ctypes.c_size_t
     library.phsa_plan_workspace_size.argtypes = [ctypes.c_void_p]
     library.phsa_plan_destroy.argtypes = [ctypes.c_void_p]
-    settings = _CSettings(ctypes.sizeof(_CSettings), 1, 16, 128, 512, 16, 0.9)
+    settings = _CSettings(ctypes.sizeof(_CSettings), 1, 16, 128, 512, 16, 0.9, parts=1, survivors=64)
     lens = (ctypes.c_int32 * 1)(tokens)
     desc = _CPlanDesc(
         struct_size or ctypes.sizeof(_CPlanDesc), ctypes.pointer(settings), dtype, 16, 8, head_dim, 1,

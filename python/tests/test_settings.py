@@ -55,6 +55,9 @@ def test_layers_override() -> None:
         ({"layers": {0: {"top_k": -3}}}, "top_k is -3"),
         ({"layers": {0: {"punctuation": "zh"}}}, "punctuation cannot differ"),
         ({"punctuation": ""}, "punctuation is ''"),
+        ({"parts": 3}, "parts is 3; allowed: 1, 2, 4, 8"),
+        ({"parts": True}, "parts is True"),
+        ({"survivors": -1}, "survivors is -1"),
     ],
     ids=str,
 )
@@ -103,10 +106,14 @@ def test_json_is_what_the_library_reads() -> None:
             ("group_reduce", ctypes.c_int32),
             ("dense_below", ctypes.c_int32),
             ("head_lambda", ctypes.c_void_p),
+            ("parts", ctypes.c_int32),
+            ("survivors", ctypes.c_int32),
         ]
 
     values = {"top_k": 3, "lam": 0.75, "init": 32, "local": 64, "dense_below": 128, "group_reduce": "max"}
-    settings = ModelSettings.make(Settings(), {**values, "layers": {"1-2": {"policy": "quest"}, 4: {"block": 32}}})
+    values |= {"parts": 4, "survivors": 96}
+    layers = {"1-2": {"policy": "quest"}, 4: {"block": 32, "parts": 8}}
+    settings = ModelSettings.make(Settings(), {**values, "layers": layers})
     library = _library.load()
     text = json.dumps(settings.to_json()).encode()
     for layer in range(6):
@@ -115,3 +122,4 @@ def test_json_is_what_the_library_reads() -> None:
         assert out.policy == {"phsa": 1, "quest": 5}[want.policy]
         assert (out.block_size, out.init_tokens, out.local_tokens) == (want.block, want.init, want.local)
         assert (out.top_k, out.lam, out.group_reduce, out.dense_below) == (want.top_k, 0.75, 1, want.dense_below)
+        assert (out.parts, out.survivors) == (want.parts, 96)

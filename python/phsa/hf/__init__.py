@@ -62,6 +62,8 @@ def enable(
     punctuation: str | Iterable[int] | None = None,
     group_reduce: str | None = None,
     dense_below: int | None = None,
+    parts: int | None = None,
+    survivors: int | None = None,
     layers: Mapping[int | str, Mapping[str, Any]] | None = None,
     settings: AttentionSettings | None = None,
     tokenizer: Any = None,
@@ -97,6 +99,8 @@ def enable(
         "policy": policy,
         "group_reduce": group_reduce,
         "dense_below": dense_below,
+        "parts": parts,
+        "survivors": survivors,
         "layers": layers,
         "punctuation": punctuation,
     }

@@ -335,6 +335,8 @@ def _options(settings: Settings, scale: float, backend: str) -> dict[str, object
         "block": settings.block,
         "group_reduce": settings.group_reduce,
         "dense_below": settings.dense_below,
+        "parts": settings.parts,
+        "survivors": settings.survivors,
         "scale": scale,
         "backend": backend,
     }
@@ -394,8 +396,8 @@ def _attend_cached(
         for q_len, kv_len in zip(batch.q_lens, batch.kv_lens, strict=True)
     )
     flags = None
-    # Flags are read only for blocks that are complete from now on.
-    if settings.needs_flags and completes:
+    # Flags are read for blocks that are complete from now on; for parts, which are not kept, of all blocks.
+    if settings.needs_flags and (completes or blocks.parts > 1):
         assert layer.flags is not None
         flags = layer.flags.new_zeros(k.shape[0])
         flags.as_strided(layer.flags.shape, (step, 1)).copy_(layer.flags)
@@ -420,6 +422,8 @@ def _attend_cached(
         list(settings.lam) if isinstance(settings.lam, tuple) else [settings.lam],
         settings.group_reduce,
         settings.dense_below,
+        settings.parts,
+        settings.survivors,
         scale,
         batch.backend,
     )

@@ -43,12 +43,14 @@ class Attention:
     init: int | None = None
     local: int | None = None
     dense_below: int | None = None
+    parts: int | None = None
+    survivors: int | None = None
     backend: str = "auto"
     layers: dict[str, Any] = field(default_factory=dict)  # other settings for some layers, as in docs/settings.md
 
     def settings(self, length: int, carried: Mapping[str, Any] | None = None) -> ModelSettings:
         """As they are written into the trained model: complete. `carried`: the settings of the model to train."""
-        names = ("top_k", "lam", "punctuation", "init", "local", "dense_below")
+        names = ("top_k", "lam", "punctuation", "init", "local", "dense_below", "parts", "survivors")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.method != "phsa":
             given.pop("lam", None)
