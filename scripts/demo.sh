@@ -4,7 +4,7 @@
 # go to `phsa compare`.
 #
 #   scripts/demo.sh build/release/bin --quick
-#   scripts/demo.sh build/release/bin --model qwen2.5-coder-0.5b --parts answers
+#   scripts/demo.sh build/release/bin --model qwen2.5-coder-0.5b --sections answers
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -44,7 +44,7 @@ compare=("$phsa" compare -m "$model" "${adapter[@]}" --attention "dense,infllm2,
   --out demo "$@")
 echo
 echo "== $model reads $(wc -w <"$text") words and answers, three times; then speed, needles, perplexity and recall are measured"
-if [[ ${#adapter[@]} -gt 0 ]]; then time="about three minutes on two cores"; else time="--parts answers asks the questions only"; fi
+if [[ ${#adapter[@]} -gt 0 ]]; then time="about three minutes on two cores"; else time="--sections answers asks the questions only"; fi
 echo "   ($time; Ctrl-C ends it with a report of what is done)"
 printf "\$"
 for word in "${compare[@]}"; do

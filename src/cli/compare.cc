@@ -109,7 +109,7 @@ void CheckParts(const CompareFlags& flags) {
   static const std::vector<std::string> kParts = CompareFlags().parts;
   for (const std::string& part : flags.parts) {
     if (std::find(kParts.begin(), kParts.end(), part) == kParts.end()) {
-      ThrowInvalid("compare: --parts has {}; the parts are {}", Quoted(part), fmt::join(kParts, ", "));
+      ThrowInvalid("compare: --sections has {}; the sections are {}", Quoted(part), fmt::join(kParts, ", "));
     }
   }
   if (flags.expected.size() > flags.questions.size()) {
@@ -347,7 +347,7 @@ void AddCompareCommand(CLI::App& app) {
   flags->attention.policies = {"dense", "infllm2", "phsa"};
   flags->flops_lengths = {"4k", "8k", "16k", "32k", "64k", "128k"};
   AddModelFlags(*command, flags->model);
-  command->add_option("--parts", flags->parts, "what is measured: answers, speed, niah, perplexity, recall, flops")
+  command->add_option("--sections", flags->parts, "what is measured: answers, speed, niah, perplexity, recall, flops")
       ->delimiter(',');
   command->add_option("--out", flags->out, "a folder for report.html, report.md and report.json");
   command->add_flag("--quick", flags->quick, "half the sizes and fewer runs, where no flag says otherwise");

@@ -147,7 +147,7 @@ def test_all_parts_of_a_tiny_model(tiny, document, tmp_path):
 
 def test_numbers_are_those_of_the_other_commands(tiny, document, tmp_path):
     done = run_phsa(
-        *("compare", "-m", tiny, "-f", document, "--out", tmp_path, "--parts", "perplexity,recall,niah"),
+        *("compare", "-m", tiny, "-f", document, "--out", tmp_path, "--sections", "perplexity,recall,niah"),
         *("--text-tokens", 600, "--niah-lengths", "1k", "--samples", 3, *POLICIES, "--json"),
     )
     assert done.returncode == 0, done.stderr
@@ -175,7 +175,7 @@ def test_numbers_are_those_of_the_other_commands(tiny, document, tmp_path):
 def test_speed_is_told_as_bench_tells_it(tiny, tmp_path):
     flags = ("-n", 4, "-r", 1, "--attention", "dense,phsa", "-K", 2, *BUDGET)
     done = run_phsa(
-        "compare", "-m", tiny, "--parts", "speed", "--lengths", 700, "--depths", 300, "--out", tmp_path, *flags
+        "compare", "-m", tiny, "--sections", "speed", "--lengths", 700, "--depths", 300, "--out", tmp_path, *flags
     )
     assert done.returncode == 0, done.stderr
     ours = report(tmp_path)["speed"]
@@ -189,7 +189,7 @@ def test_speed_is_told_as_bench_tells_it(tiny, tmp_path):
 
 
 def test_policies_that_are_the_same_count_once(tiny, tmp_path):
-    flags = ("--parts", "flops", "--flops-lengths", "4k", "--attention", "auto,dense,phsa,phsa", "-K", "2,2")
+    flags = ("--sections", "flops", "--flops-lengths", "4k", "--attention", "auto,dense,phsa,phsa", "-K", "2,2")
     done = run_phsa("compare", "-m", tiny, "--out", tmp_path, *flags)
     assert done.returncode == 0, done.stderr
     assert [(p["label"], p["same"]) for p in report(tmp_path)["policies"]] == [
@@ -204,7 +204,7 @@ def test_all_parts_of_a_row_have_one_configuration(document, tmp_path):
     model = write_gguf(tmp_path / "long.gguf", context=8192)
     flags = ("--attention", "dense,phsa", "-K", 4)
     sizes = ("--lengths", 4200, "--depths", 0, "-n", 1, "-r", 1, "--text-tokens", 900, "--flops-lengths", "4k")
-    parts = ("--parts", "speed,perplexity,niah,flops", "--niah-lengths", "1k", "--samples", 1)
+    parts = ("--sections", "speed,perplexity,niah,flops", "--niah-lengths", "1k", "--samples", 1)
     done = run_phsa("compare", "-m", model, "-f", document, "--out", tmp_path / "out", *parts, *sizes, *flags)
     assert done.returncode == 0, done.stderr
     found = report(tmp_path / "out")
@@ -219,7 +219,7 @@ def test_all_parts_of_a_row_have_one_configuration(document, tmp_path):
 
 def test_sizes_follow_the_model(tmp_path):
     small = write_gguf(tmp_path / "small.gguf", context=300)
-    done = run_phsa("compare", "-m", small, "--quick", "--parts", "speed,perplexity", "--out", tmp_path / "out")
+    done = run_phsa("compare", "-m", small, "--quick", "--sections", "speed,perplexity", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     found = report(tmp_path / "out")
     assert {(r["tokens"], r["depth"]) for r in found["speed"]} == {(300, 0), (32, 0), (32, 268)}
@@ -229,8 +229,8 @@ def test_sizes_follow_the_model(tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (("--parts", "speed,volume"), ["volume", "perplexity"]),
-        (("--parts", "answers"), ["-p", "-f"]),
+        (("--sections", "speed,volume"), ["volume", "perplexity"]),
+        (("--sections", "answers"), ["-p", "-f"]),
         (("-p", "Who?"), ["-f"]),
         (("-f", "{document}", "-p", "Who?", "--expect", "a", "--expect", "b"), ["--expect"]),
         (("-f", "-"), ["-f"]),
@@ -276,7 +276,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_any_work(tmp_path):
 
 
 def test_a_failed_run_leaves_an_older_report_as_it_was(tiny, tmp_path):
-    flags = ("--parts", "flops", "--flops-lengths", "4k", "--out", tmp_path)
+    flags = ("--sections", "flops", "--flops-lengths", "4k", "--out", tmp_path)
     assert run_phsa("compare", "-m", tiny, *flags).returncode == 0
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert run_phsa("compare", "-m", tmp_path / "absent.gguf", *flags).returncode == 2
@@ -286,7 +286,7 @@ def test_a_failed_run_leaves_an_older_report_as_it_was(tiny, tmp_path):
 
 
 def test_an_interrupted_run_has_a_report_of_what_is_done(smollm2, tmp_path):
-    command = ["compare", "-m", smollm2, "--parts", "niah,flops", "--niah-lengths", "512", "--samples", "30"]
+    command = ["compare", "-m", smollm2, "--sections", "niah,flops", "--niah-lengths", "512", "--samples", "30"]
     screen, terminal = pty.openpty()  # the progress bar shows itself to terminals alone
     process = subprocess.Popen(
         [BIN / "phsa", *map(str, command), "--attention", "dense,phsa", "--out", tmp_path],

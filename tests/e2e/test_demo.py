@@ -12,7 +12,7 @@ OFFLINE = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", 
 
 
 def test_the_demo_takes_another_model_by_its_name():
-    command = [ROOT / "scripts/demo.sh", BIN, "--model", "nobody-has-this", "--parts", "answers"]
+    command = [ROOT / "scripts/demo.sh", BIN, "--model", "nobody-has-this", "--sections", "answers"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "nobody-has-this" in done.stderr and "qwen2.5-coder-0.5b" in done.stderr
 
@@ -23,7 +23,7 @@ def test_the_demo_can_be_repeated_and_needs_no_network_for_a_model_that_is_here(
     for folder in ("bench/data", "models"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     for parts in ("flops", "answers,flops"):  # the first time in little, so that there is something to repeat
-        command = [tmp_path / "scripts/demo.sh", BIN, "--parts", parts, "--answer-tokens", "48"]
+        command = [tmp_path / "scripts/demo.sh", BIN, "--sections", parts, "--answer-tokens", "48"]
         done = subprocess.run(
             command, capture_output=True, text=True, env={**os.environ, **OFFLINE, "PIP_NO_INDEX": "1"}
         )
