@@ -240,8 +240,10 @@ class _Merged:
             changes.setdefault("lam", 1.0 if policy in means else self.preset.lam)
         if "infllm2-64" in (policy, one.policy):
             changes.setdefault("block", 64 if policy == "infllm2-64" else self.preset.block)
-        for name in ("parts", "survivors"):
-            changes.setdefault(name, getattr(self.preset, name))
+        # Settings of a model that attends densely by default are for whoever asks for a sparse policy.
+        if one.policy != "dense":
+            for name in ("parts", "survivors"):
+                changes.setdefault(name, getattr(self.preset, name))
         return dataclasses.replace(one, policy=policy, **changes)
 
     def add(self, source: Mapping[str, Any]) -> None:
