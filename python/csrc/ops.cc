@@ -214,14 +214,15 @@ void AddReps(const Rows& reps, int64_t kv_heads, phsa_kv* kv) {
 
 void Represent(Tensor k, MaybeTensor flags, Tensor q_lens, Tensor kv_lens, Tensor kv_starts, Tensor rep_starts,
                int64_t policy, int64_t block, int64_t init, int64_t local, int64_t top_k, double lam,
-               MaybeTensor head_lambda, int64_t group_reduce, int64_t dense_below, int64_t parts, int64_t survivors, int64_t threads, int64_t stream,
-               Tensor reps) {
+               MaybeTensor head_lambda, int64_t group_reduce, int64_t dense_below, int64_t parts, int64_t survivors,
+               int64_t threads, int64_t stream, Tensor reps) {
   Require(k.dim() == 3, "k", "must have 3 dimensions");
   const ScalarType type = k.scalar_type();
   const int32_t device = DeviceOf(k);
   const Rows keys(k, "k", type, k.size(2), device);
   const Plan plan(device, Dtype(k), keys.heads, keys.heads, k.size(2), {q_lens, kv_lens, kv_starts, &rep_starts},
-                  {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, parts, survivors, 0}, threads);
+                  {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, parts, survivors, 0},
+                  threads);
   phsa_forward_params params = PHSA_INIT(phsa_forward_params);
   params.kv = KeyValues(keys, nullptr, flags, device);
   AddReps(Rows(reps, "reps", type, phsa_plan_rep_width(plan.get()), device), keys.heads, &params.kv);
@@ -237,17 +238,19 @@ void Represent(Tensor k, MaybeTensor flags, Tensor q_lens, Tensor kv_lens, Tenso
 // With v: attention. Without: the selection alone.
 void Forward(Tensor q, Tensor k, MaybeTensor v, MaybeTensor flags, MaybeTensor reps, Tensor q_lens, Tensor kv_lens,
              Tensor kv_starts, Tensor rep_starts, int64_t policy, int64_t block, int64_t init, int64_t local,
-             int64_t top_k, double lam, MaybeTensor head_lambda, int64_t group_reduce, int64_t dense_below, int64_t parts, int64_t survivors,
-             double scale, int64_t threads, int64_t stream, MaybeTensor out, MaybeTensor lse, Tensor selection,
-             MaybeTensor scores) {
+             int64_t top_k, double lam, MaybeTensor head_lambda, int64_t group_reduce, int64_t dense_below,
+             int64_t parts, int64_t survivors, double scale, int64_t threads, int64_t stream, MaybeTensor out,
+             MaybeTensor lse, Tensor selection, MaybeTensor scores) {
   Require(q.dim() == 3, "q", "must have 3 dimensions");
   const ScalarType type = q.scalar_type();
   const int64_t head_dim = q.size(2);
   const int32_t device = DeviceOf(q);
   const Rows queries(q, "q", type, head_dim, device);
   const Rows keys(k, "k", type, head_dim, device);
-  const Plan plan(device, Dtype(q), queries.heads, keys.heads, head_dim, {q_lens, kv_lens, kv_starts, &rep_starts},
-                  {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, parts, survivors, scale}, threads);
+  const Plan plan(
+      device, Dtype(q), queries.heads, keys.heads, head_dim, {q_lens, kv_lens, kv_starts, &rep_starts},
+      {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, parts, survivors, scale},
+      threads);
 
   phsa_forward_params params = PHSA_INIT(phsa_forward_params);
   params.q = queries.pointer();
@@ -286,8 +289,9 @@ void Forward(Tensor q, Tensor k, MaybeTensor v, MaybeTensor flags, MaybeTensor r
 
 void Backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor selection, Tensor q_lens,
               Tensor kv_lens, Tensor kv_starts, int64_t policy, int64_t block, int64_t init, int64_t local,
-              int64_t top_k, double lam, MaybeTensor head_lambda, int64_t group_reduce, int64_t dense_below, int64_t parts, int64_t survivors,
-              double scale, int64_t threads, int64_t stream, Tensor d_q, Tensor d_k, Tensor d_v) {
+              int64_t top_k, double lam, MaybeTensor head_lambda, int64_t group_reduce, int64_t dense_below,
+              int64_t parts, int64_t survivors, double scale, int64_t threads, int64_t stream, Tensor d_q, Tensor d_k,
+              Tensor d_v) {
   Require(q.dim() == 3, "q", "must have 3 dimensions");
   const ScalarType type = q.scalar_type();
   const int64_t head_dim = q.size(2);
@@ -295,8 +299,10 @@ void Backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse
   const Rows queries(q, "q", type, head_dim, device);
   const Rows keys(k, "k", type, head_dim, device);
   const Rows values(v, "v", type, head_dim, device);
-  const Plan plan(device, Dtype(q), queries.heads, keys.heads, head_dim, {q_lens, kv_lens, kv_starts, nullptr},
-                  {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, parts, survivors, scale}, threads);
+  const Plan plan(
+      device, Dtype(q), queries.heads, keys.heads, head_dim, {q_lens, kv_lens, kv_starts, nullptr},
+      {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, parts, survivors, scale},
+      threads);
   const auto like = [&](const Tensor& tensor, const char* name, const Rows& other) {
     const Rows rows(tensor, name, type, head_dim, device);
     Require(rows.rows == other.rows && rows.heads == other.heads, name, "has a wrong shape");
