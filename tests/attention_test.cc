@@ -16,6 +16,7 @@
 #include <optional>
 #include <sstream>
 
+#include "attention/cpu/kernels.h"
 #include "attention/reference.h"
 #include "attention_cases.h"
 #include "phsa/threads.h"
@@ -658,6 +659,35 @@ TEST_F(Attention, PartsMeanNothingToPoliciesWithoutMeans) {
     const AttentionData data = MakeData(c);
     SCOPED_TRACE(Describe(c));
     ForEachTarget([&] { EXPECT_SAME_RESULT(RunCase(c, data), RunCase(parts, data)); });
+  }
+}
+
+TEST(Kernels, TheBestKAreThoseOfASortWithTiesToTheLowerIndex) {
+  Random random(33);
+  for (const cpu::Kernels* kernels : cpu::AvailableKernels()) {
+    for (int n = 0; n < 400; ++n) {
+      const int32_t end = Uniform(&random, 1, n % 10 == 0 ? 5000 : 400), begin = Uniform(&random, 0, end - 1) / 2;
+      const int32_t k = Uniform(&random, 1, end - begin);
+      std::vector<float> values(Index(end + 16));
+      const int kind = Uniform(&random, 0, 4);
+      for (float& x : values) {
+        const float u = static_cast<float>(random()) / 4294967296.0f;
+        x = kind == 0   ? u
+            : kind == 1 ? std::exp2(-200 * u)                               // far apart, denormal numbers among them
+            : kind == 2 ? static_cast<float>(Uniform(&random, 0, 5))        // ties
+            : kind == 3 ? -u * 1e30f                                        // below zero
+                        : (u < 0.5f ? -HUGE_VALF : std::round(8 * u) - 6);  // no score, ties, both signs, zero
+      }
+      std::vector<int32_t> expected(Index(end - begin));
+      std::iota(expected.begin(), expected.end(), begin);
+      std::stable_sort(expected.begin(), expected.end(),
+                       [&](int32_t a, int32_t b) { return values[Index(a)] > values[Index(b)]; });
+      expected.resize(Index(k));
+      std::sort(expected.begin(), expected.end());
+      std::vector<int32_t> scratch(Index(end - begin)), best(Index(k), -1);
+      kernels->top_k(values.data(), begin, end, k, scratch.data(), best.data());
+      ASSERT_EQ(best, expected) << kernels->name << " kind " << kind << " of " << end - begin << " k " << k;
+    }
   }
 }
 

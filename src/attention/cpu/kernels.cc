@@ -405,16 +405,40 @@ void FoldParts(float* s, int n, int parts) {
   }
 }
 
+// Floats by rank: a < b exactly where their keys are (and 0 beside -0, which nothing here tells apart).
+HWY_INLINE int32_t KeyOf(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits >= 0 ? bits : static_cast<int32_t>(static_cast<uint32_t>(bits) ^ 0x7fffffffu);
+}
+HWY_INLINE float OfKey(int32_t key) {
+  const uint32_t bits = key >= 0 ? static_cast<uint32_t>(key) : static_cast<uint32_t>(key) ^ 0x7fffffffu;
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+// How many of x[0, n) are at least `least`; x is padded with -inf to whole vectors, and `least` is larger.
+HWY_INLINE int CountAtLeast(const float* x, int n, float least) {
+  const F d;
+  const V bound = hn::Set(d, least);
+  size_t count = 0;
+  for (int i = 0; i < n; i += kLanes) count += hn::CountTrue(d, hn::Ge(hn::LoadU(d, x + i), bound));
+  return static_cast<int>(count);
+}
+
 // The k-th largest value is at least the smallest of k lanes' maxima: one pass finds such a bound, a second keeps what
-// reaches it, on real scores two to four times k. Of these the k with the lowest ranks stay; a rank is counted, not
-// sorted for, because n² / lanes comparisons without a branch beat a sort of so few.
+// reaches it, on real scores two to four times k. Among these the k-th value is found by halving the range of floats
+// between the bound and the largest, one count a step: some ten steps part it from the next.
 void TopK(const float* values, int begin, int end, int k, int32_t* scratch, int32_t* out) {
   const F d;
   constexpr int kMaxVectors = 16;
-  constexpr int kMaxRanked = 192;
+  constexpr int kMaxKept = 1024;
   const int vectors = (k + kLanes - 1) / kLanes;
   const int step = vectors * kLanes;
+  HWY_ALIGN float kept[kMaxKept + kPanel];
   int n = 0;
+  float bound = -HUGE_VALF;
   if (vectors <= kMaxVectors && end - begin >= 2 * step) {
     V least = hn::Set(d, HUGE_VALF);
     for (int i = 0; i < step; i += kLanes) {
@@ -422,7 +446,7 @@ void TopK(const float* values, int begin, int end, int k, int32_t* scratch, int3
       for (int t = begin + i + step; t + kLanes <= end; t += step) m = hn::Max(m, hn::LoadU(d, values + t));
       least = hn::Min(least, m);
     }
-    const float bound = hn::GetLane(hn::MinOfLanes(d, least));
+    bound = hn::GetLane(hn::MinOfLanes(d, least));
     least = hn::Set(d, bound);
     int t = begin;
     for (; t + kLanes <= end; t += kLanes) {
@@ -438,32 +462,44 @@ void TopK(const float* values, int begin, int end, int k, int32_t* scratch, int3
   } else {
     for (int t = begin; t < end; ++t) scratch[n++] = t;
   }
-
-  if (n > kMaxRanked) {
+  if (n > kMaxKept) {
     std::nth_element(scratch, scratch + k - 1, scratch + n,
                      [values](int32_t a, int32_t b) { return values[a] != values[b] ? values[a] > values[b] : a < b; });
     std::sort(scratch, scratch + k);
     std::copy_n(scratch, k, out);
     return;
   }
-  HWY_ALIGN float kept[kMaxRanked + kPanel];
-  for (int i = 0; i < n; ++i) kept[i] = values[scratch[i]];
-  for (int i = n; i < n + kLanes; ++i) kept[i] = -HUGE_VALF;
-  int written = 0;
+
+  float largest = -HUGE_VALF;
   for (int i = 0; i < n; ++i) {
-    const V own = hn::Set(d, kept[i]);
-    size_t rank = 0, equal = 0;
-    for (int j = 0; j < n; j += kLanes) {
-      const V other = hn::LoadU(d, kept + j);
-      rank += hn::CountTrue(d, hn::Gt(other, own));
-      equal += hn::CountTrue(d, hn::Eq(other, own));
+    kept[i] = values[scratch[i]];
+    largest = std::max(largest, kept[i]);
+  }
+  for (int i = n; i < n + kLanes; ++i) kept[i] = -HUGE_VALF;
+  // At least k values reach `low`, fewer than k reach `high`.
+  int64_t low = KeyOf(bound), high = int64_t{KeyOf(largest)} + 1;
+  int reach = n;
+  while (reach > k && high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    const int count = CountAtLeast(kept, n, OfKey(static_cast<int32_t>(middle)));
+    if (count >= k) {
+      low = middle;
+      reach = count;
+    } else {
+      high = middle;
     }
-    if (equal > 1) {  // ties go to the lower index
-      for (int j = 0; j < i; ++j) rank += kept[j] == kept[i];
-    }
-    out[written] = scratch[i];
-    written += rank < static_cast<size_t>(k);
-    if (written == k) break;
+  }
+  // Those above the k-th value, and of those that equal it the lowest.
+  const float least = OfKey(static_cast<int32_t>(low));
+  int equal = 0;
+  if (reach > k) {
+    for (int i = 0; i < n; ++i) equal += kept[i] == least;
+  }
+  int equal_left = reach > k ? k - (reach - equal) : n;
+  for (int i = 0, written = 0; i < n && written < k; ++i) {
+    if (!(kept[i] >= least)) continue;
+    if (reach > k && kept[i] == least && equal_left-- <= 0) continue;
+    out[written++] = scratch[i];
   }
 }
 
