@@ -240,7 +240,8 @@ def _sequences(
         kv_start += kv_len
         if blocks is not None:
             rep_start += blocks.rep_rows(kv_len)
-    return out
+    # A compiled graph has places for as many sequences as there might be, and most of them empty.
+    return [seq for seq in out if seq.kv_len > 0] or out[:1]
 
 
 def _int_tensor(values: list[int], dtype: torch.dtype) -> Tensor:

@@ -494,14 +494,26 @@ def test_layers_with_a_window_keep_it_and_the_others_go_sparse(family: str) -> N
         phsa.hf.enable(model, layers={0: {"top_k": 2}})
 
 
-def test_a_static_cache_is_room_to_begin_with() -> None:
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_static_cache_gives_what_the_default_one_gives(side: str) -> None:
     model = make_model()
     ids = tokens(2, 300)
-    ids[1, :40] = 0
+    if side == "left":
+        ids[1, :40] = 0
+    else:
+        ids[1, 260:] = 0
     mask = (ids != 0).long()
-    kwargs = {"max_new_tokens": 6, "do_sample": False, "attention_mask": mask}
+    kwargs = {"max_new_tokens": 24, "do_sample": False, "attention_mask": mask}
     want = model.generate(ids, **kwargs)
     assert torch.equal(model.generate(ids, **kwargs, cache_implementation="static"), want)
+    kwargs |= {"num_beams": 3, "max_new_tokens": 18}
+    want = model.generate(ids, **kwargs)
+    assert torch.equal(model.generate(ids, **kwargs, cache_implementation="static"), want)
+
+
+def test_a_static_cache_stays_where_it_is() -> None:
+    model = make_model()
+    ids = tokens(2, 300)
     cache = StaticCache(config=model.config, max_cache_len=400)
     with torch.no_grad():
         model(ids[:1, :200], past_key_values=cache)
@@ -509,6 +521,22 @@ def test_a_static_cache_is_room_to_begin_with() -> None:
         got = model(ids[:1, 200:], past_key_values=cache).logits
     assert_same(got, logits(model, ids[:1])[:, 200:])
     assert cache.layers[0].keys.data_ptr() == room
+    # Other settings: representatives are computed anew. Emptied, it begins anew.
+    phsa.hf.enable(model, lam=0.1)
+    with torch.no_grad():
+        emptied = copy.deepcopy(cache)
+        emptied.layers[0].reps = emptied.layers[1].reps = None
+        assert_same(
+            model(ids[:1, :5], past_key_values=cache).logits, model(ids[:1, :5], past_key_values=emptied).logits
+        )
+        cache.reset()
+        assert_same(model(ids[:1, 50:], past_key_values=cache).logits, logits(model, ids[:1, 50:]))
+        cache.reset()
+        positions = torch.arange(100).repeat(2)[None]
+        with pytest.raises(ValueError, match="packed sequences in a static cache"):
+            model(ids[:1, :200], position_ids=positions, past_key_values=cache)
+        with pytest.raises(ValueError, match="need \\(1, 20\\)"):
+            model(ids[:1, :20], attention_mask=torch.ones(1, 10), past_key_values=StaticCache(model.config, 64))
     full = StaticCache(config=model.config, max_cache_len=400)
     make_model(enabled=False)(ids[:1], past_key_values=full)
     with pytest.raises(ValueError, match="static cache was filled while phsa was off"):
@@ -518,11 +546,11 @@ def test_a_static_cache_is_room_to_begin_with() -> None:
 def test_models_that_would_be_wrong_are_refused() -> None:
     values = {**TINY, "num_hidden_layers": 1}
     sliding = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}
-    refused("in all of its layers", Qwen3Config(**values, **sliding), Qwen3ForCausalLM)
+    refused(r"window of 64 tokens in all of its layers.*; models with windows in some layers", Qwen3Config(**values, **sliding), Qwen3ForCausalLM)
     mistral = transformers.MistralConfig(**values, sliding_window=64)
     refused("sliding", mistral, transformers.MistralForCausalLM)
     gemma = transformers.Gemma2Config(**{**values, "num_hidden_layers": 2})
-    refused("caps its attention", gemma, transformers.Gemma2ForCausalLM)
+    refused(r"attn_logit_softcapping = 50.*; models without a cap work", gemma, transformers.Gemma2ForCausalLM)
     gemma = transformers.Gemma2Config(**values, layer_types=["full_attention"])
     refused("caps its attention", gemma, transformers.Gemma2ForCausalLM)
     sinks = transformers.GptOssConfig(**values, layer_types=["full_attention"], num_local_experts=2)
@@ -641,7 +669,7 @@ def test_an_adapter_saved_by_peft_keeps_the_settings(tmp_path: Path, name: str) 
 
 
 def test_a_model_compiles_into_one_graph() -> None:
-    model = make_model(dtype=torch.float32).train()
+    model = make_model(dtype=torch.float32, num_hidden_layers=1).train()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     ids = tokens(2, 200)
     packed = {"position_ids": torch.cat((torch.arange(150), torch.arange(50)))[None], "use_cache": False}
@@ -654,8 +682,60 @@ def test_a_model_compiles_into_one_graph() -> None:
             grads.append([parameter.grad.clone() for parameter in model.parameters()])
         for got, want in zip(*grads, strict=True):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-3)
-    # Padding is not known in a graph: such a call runs its layers eagerly, in pieces.
-    pieces = torch.compile(model.eval(), backend="eager")
+    # A hole in a mask, padding on both sides, positions that restart: as eagerly.
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     mask = torch.ones_like(ids)
-    mask[1, :30] = 0
-    assert_same(logits(pieces, ids, attention_mask=mask), logits(model, ids, attention_mask=mask))
+    mask[0, 100:120], mask[1, :30], mask[1, 190:] = 0, 0, 0
+    whole, positions = torch.ones_like(ids), torch.cat((torch.arange(150), torch.arange(50)))[None].expand(2, -1)
+    with torch.no_grad():
+        for batch in (
+            {"attention_mask": mask},
+            {"attention_mask": whole},
+            {"position_ids": positions},
+            {"attention_mask": whole, "position_ids": positions},
+            {"attention_mask": mask, "position_ids": positions},
+        ):
+            got = compiled(input_ids=ids, use_cache=False, **batch).logits
+            want = model(input_ids=ids, use_cache=False, **batch).logits
+            real = batch.get("attention_mask", whole).bool()
+            assert_same(got[real], want[real])
+
+
+def test_training_with_padding_compiles_into_one_graph() -> None:
+    model = make_model(dtype=torch.float32, num_hidden_layers=1).train()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for side in ("left", "right"):
+        ids, mask = padded([tokens(1, count, seed)[0] for seed, count in enumerate((200, 131))], side)
+        batch = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+        labels = ids.masked_fill(mask == 0, -100)
+        grads = []
+        for one in (compiled, model):
+            model.zero_grad()
+            one(**batch, labels=labels).loss.backward()
+            grads.append([parameter.grad.clone() for parameter in model.parameters()])
+        for got, want in zip(*grads, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-3)
+
+
+def test_generating_with_a_static_cache_compiles_into_one_graph() -> None:
+    model = make_model(dtype=torch.float32, num_hidden_layers=1)
+    ids, mask = padded([tokens(1, count, seed)[0] for seed, count in enumerate((200, 131))], "left")
+    kwargs = {"max_new_tokens": 20, "do_sample": False, "attention_mask": mask, "cache_implementation": "static"}
+    want = model.generate(ids, **kwargs)
+    eager = model.forward
+    torch.compiler.reset()
+    model.forward = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    assert torch.equal(model.generate(ids, **kwargs), want)
+    del kwargs["attention_mask"]
+    model.forward = eager
+    want = model.generate(ids[:1], **kwargs)
+    model.forward = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    assert torch.equal(model.generate(ids[:1], **kwargs), want)
+
+
+def test_continuous_batching_is_refused_and_not_silently_dense() -> None:
+    model = make_model(dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"generate_batch .* allowed: generate\(\) .* phsa\.LLM\.generate"):
+        model.generate_batch([[1, 2, 3]])
+    with pytest.raises(ValueError, match="generate_batch"), model.continuous_batching_context_manager():
+        pass

@@ -468,6 +468,32 @@ def test_a_chat_is_trained_with_settings_by_layer_and_reported(folder, tmp_path,
         train(path, 'report_to=["tensorboard"]')
 
 
+def test_tensorboard_has_the_numbers_of_the_tables_also_after_a_stop(folder, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: its files are not read back")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = tmp_path / "run"
+    changes = ('report_to=["tensorboard"]', "evaluate.every=2")
+    run = loop.Run(read(configure(folder, out), changes), device=CPU, quiet=True)
+    step = run._one_step
+    run._one_step = lambda: step() if run.step < 3 else 1 / 0  # past the checkpoint of step 2
+    with pytest.raises(ZeroDivisionError):
+        run.run()
+    train(configure(folder, out), *changes)
+    written = EventAccumulator(str(out / "tensorboard"))
+    written.Reload()
+    for name, table, column in (
+        ("train/loss", "log.csv", "loss"),
+        ("train/learning_rate", "log.csv", "learning_rate"),
+        ("eval/held_out_loss", "evaluations.csv", "held_out_loss"),
+    ):
+        with (out / table).open(newline="") as file:
+            want = {int(row["step"]): float(row[column]) for row in csv.DictReader(file)}
+        events = written.Scalars(name)
+        assert [event.step for event in events] == list(want)
+        assert [event.value for event in events] == pytest.approx(list(want.values()), rel=1e-4)
+
+
 # Stopping and going on ------------------------------------------------------------------------------------------------
 
 

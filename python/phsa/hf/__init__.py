@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     raise ImportError("phsa.hf needs PyTorch and transformers: pip install torch transformers") from error
 
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..settings import PUNCTUATION_SETS, AttentionSettings, ModelSettings, read_settings, resolve
@@ -197,6 +197,24 @@ def _attach_when_asked(method: Callable) -> Callable:
     return wrapper
 
 
+def _refuse_continuous_batching(method: Callable) -> Callable:
+    """transformers accepts its own attention only there, and where FlashAttention is installed it changes to that by
+    itself: the answers would be those of dense attention."""
+
+    @functools.wraps(method)
+    def wrapper(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if self.config._attn_implementation == NAME:
+            raise ValueError(
+                "phsa: generate_batch and continuous batching keep keys in a paged cache of transformers' own, without "
+                "flags and representatives; allowed: generate() with a padded batch, phsa.LLM.generate(prompts), which "
+                "batches continuously, or phsa.hf.disable(model) for dense attention"
+            )
+        return method(self, *args, **kwargs)
+
+    wrapper._phsa = True  # type: ignore[attr-defined]
+    return wrapper
+
+
 def _register() -> None:
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, mask_function)
@@ -205,6 +223,10 @@ def _register() -> None:
         method = getattr(PreTrainedModel, name)
         if not hasattr(method, "_phsa"):
             setattr(PreTrainedModel, name, _attach_when_asked(method))
+    # The one that generate_batch and the context manager go through.
+    batching = getattr(GenerationMixin, "init_continuous_batching", None)
+    if batching is not None and not hasattr(batching, "_phsa"):
+        GenerationMixin.init_continuous_batching = _refuse_continuous_batching(batching)
 
 
 _register()

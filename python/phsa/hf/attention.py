@@ -6,8 +6,9 @@ keyword arguments: there is no state outside the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from .. import ops
 from .._fallback import Blocks
 from ..settings import ModelSettings, Settings, default_scale
-from .cache import PhsaLayer, is_static
+from .cache import PhsaLayer, PhsaStaticLayer, StaticView
 
 
 @dataclass
@@ -49,12 +50,30 @@ class Batch:
 
 @dataclass
 class GraphBatch:
-    """A batch in a compiled graph, which cannot look at numbers: whole rows, or packed sequences by their bounds."""
+    """A batch in a compiled graph, which cannot look at numbers: whole rows, sequences packed by their bounds, or rows
+    whose real tokens are moved to the front of them all."""
 
     settings: ModelSettings
     backend: str
     flags: Tensor | None  # (batch, q_len)
     bounds: Tensor | None  # cu_seq_lens_q
+    lengths: Tensor | None = None  # of the sequences behind each other, padding as the last one; zeros are none
+    order: Tensor | None = None  # the flattened tokens, the real ones first; None: as they are
+    place: Tensor | None = None  # where each went
+    real: Tensor | None = None  # (tokens,) bool
+
+
+@dataclass
+class StaticBatch:
+    """New tokens for a static cache, eagerly or in a compiled graph: phsa::attention_static looks at the numbers."""
+
+    settings: ModelSettings
+    backend: str
+    flags: Tensor | None  # (batch, q_len) of the new tokens
+    cache: Cache
+    mask: Tensor | None  # (batch, tokens and perhaps more) bool, on the CPU
+    past: Tensor  # (1,)
+    numbers: Tensor  # int64 on the CPU: the tokens in the cache, and whether positions restart among the new ones
 
 
 def _mask_layout(mask: Tensor, past: int, q_len: int) -> dict[str, object]:
@@ -93,12 +112,84 @@ def _packed_lengths(position_ids: Tensor | None, cu_seq_lens: Tensor | None, row
     return torch.cat((begin, end)).diff().tolist()
 
 
+Mask: TypeAlias = "Tensor | dict[str, Tensor | None] | None"
+
+
+def padding_mask(mask: Mask) -> Tensor | None:
+    if isinstance(mask, dict):
+        # generate() makes the masks of a static cache itself, by kind of layer; mask_function is where they came from.
+        mask = mask["full_attention"]
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(
+            "phsa: the attention mask is not 2-D (batch, tokens); other masks than padding are not supported"
+        )
+    return mask
+
+
+def make_graph_batch(
+    settings: ModelSettings,
+    backend: str,
+    flags: Tensor | None,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    bounds: Tensor | None,
+    rows: int,
+    q_len: int,
+) -> GraphBatch:
+    """What make_batch does, for a compiled graph and without a cache: shapes depend on no number."""
+    batch = GraphBatch(settings, backend, flags, bounds)
+    if position_ids is not None and position_ids.dim() != 2:
+        position_ids = None
+    if bounds is not None or (mask is None and position_ids is None):
+        return batch
+    tokens = rows * q_len
+    if mask is not None:
+        batch.real = real = mask.bool().flatten()
+        count = real.sum()
+        batch.place = torch.where(real, real.cumsum(0) - 1, count + (~real).cumsum(0) - 1)
+        batch.order = torch.empty_like(batch.place).scatter_(0, batch.place, torch.arange(tokens, device=mask.device))
+        batch.lengths = torch.cat((mask.bool().sum(1), (tokens - count)[None]))
+    if position_ids is not None:
+        # As many places as there might be sequences.
+        restart = (position_ids.diff(dim=1) != 1).expand(rows, -1)
+        first = torch.cat((restart.new_ones((rows, 1)), restart), dim=1).flatten()
+        packed = torch.zeros(tokens + 1, dtype=torch.long, device=first.device)
+        packed = packed.scatter_add(0, first.cumsum(0) - 1, torch.ones_like(packed[:tokens]))
+        if batch.lengths is None or batch.real is None:
+            batch.lengths = packed
+        else:
+            by_rows = torch.cat((batch.lengths, batch.lengths.new_zeros(tokens - rows)))
+            batch.lengths = torch.where(batch.real.all(), packed, by_rows)
+    assert batch.lengths is not None
+    batch.lengths = batch.lengths.cpu()
+    return batch
+
+
+def make_static_batch(
+    settings: ModelSettings,
+    backend: str,
+    flags: Tensor | None,
+    cache: Cache,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    device: torch.device,
+) -> StaticBatch:
+    layer = next(layer for layer in cache.layers if isinstance(layer, PhsaStaticLayer))
+    # A copy: the layer counts in place.
+    past = torch.zeros(1, dtype=torch.long, device=device) + layer.get_seq_length()
+    restarts = torch.zeros_like(past)
+    if position_ids is not None and position_ids.dim() == 2:
+        restarts = restarts + (position_ids.diff(dim=1) != 1).any()
+    numbers = torch.cat((past, restarts)).cpu()
+    return StaticBatch(settings, backend, flags, cache, None if mask is None else mask.bool().cpu(), past, numbers)
+
+
 def make_batch(
     settings: ModelSettings,
     backend: str,
     flags: Tensor | None,
     cache: Cache | None,
-    attention_mask: Tensor | dict[str, Tensor | None] | None,
+    attention_mask: Mask,
     position_ids: Tensor | None,
     cu_seq_lens: Tensor | None,
     rows: int,
@@ -106,15 +197,7 @@ def make_batch(
 ) -> Batch:
     past = 0 if cache is None else int(cache.get_seq_length())
     kv_len = past + q_len
-    if isinstance(attention_mask, dict):
-        # generate() makes the masks of a static cache itself, by kind of layer; mask_function is where they came from.
-        attention_mask = attention_mask["full_attention"]
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(
-            "phsa: the attention mask is not 2-D (batch, tokens); other masks than padding are not supported"
-        )
-    if attention_mask is not None and is_static(cache):
-        attention_mask = attention_mask[:, :kv_len]  # generate() makes it as long as the whole cache
+    attention_mask = padding_mask(attention_mask)
     if attention_mask is not None and attention_mask.shape != (rows, kv_len):
         raise ValueError(
             f"phsa: the attention mask has the shape {tuple(attention_mask.shape)}; {past} cached and {q_len} new "
@@ -238,7 +321,7 @@ def attention_function(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    phsa_batch: Batch | GraphBatch | None = None,
+    phsa_batch: Batch | GraphBatch | StaticBatch | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The attention for transformers' attention interface. query: (batch, heads, tokens, head_dim)."""
@@ -251,23 +334,40 @@ def attention_function(
         )
     if window is not None:
         return windowed(module, *_same_type(query, key, value), attention_mask, scaling, dropout)
+    if value.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"phsa: values have {value.shape[-1]} channels and queries {query.shape[-1]}; allowed: the same"
+        )
+    if not hasattr(module, "layer_idx"):
+        raise ValueError(f"phsa: {type(module).__name__} does not know its layer; phsa supports causal decoders only")
     scale = default_scale(query.shape[-1]) if scaling is None else float(scaling)
-    if not isinstance(phsa_batch, GraphBatch):
+    if isinstance(phsa_batch, Batch):
         return _attend_eagerly(module, query, key, value, attention_mask, scale, phsa_batch), None
     query, key, value = _same_type(query, key, value)
     settings = phsa_batch.settings.for_layer(module.layer_idx)
+    if isinstance(phsa_batch, StaticBatch):
+        return _attend_static(module, query, key, value, settings, scale, phsa_batch), None
     rows, options = [x.transpose(1, 2) for x in (query, key, value)], _options(settings, scale, phsa_batch.backend)
     flags = phsa_batch.flags if settings.needs_flags else None
-    if phsa_batch.bounds is None:
+    bounds, lengths = phsa_batch.bounds, phsa_batch.lengths
+    if bounds is None and lengths is None:
         return ops.phsa_attention(*rows, flags, **options)[0], None
     if flags is not None:
         flags = flags.flatten()
     packed = [x.flatten(0, 1) for x in rows]
-    return ops.phsa_attention(*packed, flags, cu_seqlens=phsa_batch.bounds, **options)[0][None], None
+    if bounds is not None:
+        return ops.phsa_attention(*packed, flags, cu_seqlens=bounds, **options)[0][None], None
+    order, place, real = phsa_batch.order, phsa_batch.place, phsa_batch.real
+    if order is not None:
+        packed, flags = [x[order] for x in packed], None if flags is None else flags[order]
+    out, _ = ops.phsa_attention(*packed, flags, q_lens=lengths, kv_lens=lengths, **options)
+    if place is not None and real is not None:
+        out = torch.where(real[:, None, None], out[place], 0)
+    return out.unflatten(0, rows[0].shape[:2]), None
 
 
 # The batch's lengths are other numbers in each step, and each would be compiled for.
-@torch.compiler.disable(reason="phsa: with a cache, a mask or positions but no cu_seq_lens_q, attention runs eagerly")
+@torch.compiler.disable(reason="phsa: with a cache that is not static, attention runs eagerly")
 def _attend_eagerly(
     module: nn.Module,
     query: Tensor,
@@ -279,12 +379,6 @@ def _attend_eagerly(
 ) -> Tensor:
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
         raise ValueError("phsa: the attention mask is not 2-D (batch, tokens); other masks are not supported")
-    if value.shape[-1] != query.shape[-1]:
-        raise ValueError(
-            f"phsa: values have {value.shape[-1]} channels and queries {query.shape[-1]}; allowed: the same"
-        )
-    if not hasattr(module, "layer_idx"):
-        raise ValueError(f"phsa: {type(module).__name__} does not know its layer; phsa supports causal decoders only")
     settings = batch.settings.for_layer(module.layer_idx)
 
     layer = None
@@ -343,7 +437,7 @@ def _options(settings: Settings, scale: float, backend: str) -> dict[str, object
 
 
 def _attend_packed(
-    batch: Batch, layer: PhsaLayer | None, settings: Settings, scale: float, query: Tensor, key: Tensor, value: Tensor
+    batch: Batch, layer: PhsaLayer | StaticView | None, settings: Settings, scale: float, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     """Gathers the real tokens; representatives are computed anew. The only way with gradients."""
     kv_index = batch.kv_index
@@ -381,7 +475,7 @@ def _row_view(x: Tensor) -> tuple[Tensor, int] | None:
 
 
 def _attend_cached(
-    batch: Batch, layer: PhsaLayer, settings: Settings, scale: float, query: Tensor, key: Tensor, value: Tensor
+    batch: Batch, layer: PhsaLayer | StaticView, settings: Settings, scale: float, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     """Reads the cache where it lies and keeps its representatives up to date."""
     keys, values = _row_view(key), _row_view(value)
@@ -428,3 +522,121 @@ def _attend_cached(
         batch.backend,
     )
     return _padded(out, batch)
+
+
+@torch.library.custom_op("phsa::attention_static", mutates_args=("reps", "state"))
+def _static(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    flags: Tensor | None,
+    reps: Tensor,
+    state: Tensor,
+    mask: Tensor | None,
+    numbers: Tensor,
+    policy: str,
+    block: int,
+    init: int,
+    local: int,
+    top_k: int,
+    lam: Sequence[float],
+    group_reduce: str,
+    dense_below: int,
+    scale: float,
+    backend: str,
+    parts: int,
+    survivors: int,
+) -> Tensor:
+    """Attention of new tokens, which are in the cache already, over all of a static cache. No gradients.
+
+    q: (batch, heads, q_len, head_dim); k, v: (batch, kv_heads, room, head_dim); flags: (batch, room); reps and state:
+    those of PhsaStaticLayer; mask, numbers: those of StaticBatch. Returns (batch, q_len, heads, head_dim).
+    """
+    past, restarts = numbers.tolist()
+    rows, _, q_len, _ = q.shape
+    tokens = past + q_len
+    if int(state[-1, 0]) != past:
+        raise ValueError("phsa: the static cache was filled while phsa was off; start with an empty cache")
+    if mask is not None and (mask.shape[0] != rows or mask.shape[1] < tokens):
+        raise ValueError(
+            f"phsa: the attention mask has the shape {tuple(mask.shape)}; {past} cached and {q_len} new tokens in "
+            f"{rows} rows need {(rows, tokens)}"
+        )
+    settings = Settings(
+        policy=policy,
+        block=block,
+        init=init,
+        local=local,
+        top_k=top_k,
+        lam=lam[0] if len(lam) == 1 else tuple(lam),
+        group_reduce=group_reduce,
+        dense_below=dense_below,
+        parts=parts,
+        survivors=survivors,
+    )
+    batch = Batch(
+        settings=ModelSettings(settings),
+        backend=backend,
+        flags=None,
+        cache=None,
+        rows=rows,
+        past=past,
+        q_len=q_len,
+        q_lens=[q_len] * rows,
+        kv_lens=[tokens] * rows,
+        starts=[0] * rows,
+    )
+    if mask is not None and not bool(mask[:, :tokens].all()):
+        for name, value in _mask_layout(mask[:, :tokens], past, q_len).items():
+            setattr(batch, name, value)
+    elif restarts and past == 0:
+        raise ValueError("phsa: packed sequences in a static cache; allowed: with use_cache=False")
+    state[-1, 0] = tokens
+    view = StaticView(k[:, :, :tokens], None if flags is None else flags[:, :tokens], reps, state)
+    attend = _attend_cached if batch.kv_index is None else _attend_packed
+    return attend(batch, view, settings, scale, q, k[:, :, :tokens], v[:, :, :tokens])
+
+
+@_static.register_fake
+def _(q: Tensor, *rest: object) -> Tensor:
+    rows, heads, q_len, head_dim = q.shape
+    return q.new_empty((rows, q_len, heads, head_dim))
+
+
+def _attend_static(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    settings: Settings,
+    scale: float,
+    batch: StaticBatch,
+) -> Tensor:
+    layer = batch.cache.layers[module.layer_idx]
+    assert isinstance(layer, PhsaStaticLayer)
+    if key.shape[2] != layer.max_cache_len:
+        raise ValueError(f"phsa: {key.shape[2]} keys arrived where {layer.max_cache_len} are expected")
+    reps, state = layer.ready_reps(settings, key)
+    flags = layer.add_flags(batch.flags, batch.past) if batch.settings.needs_flags else None
+    return _static(
+        query,
+        key,
+        value,
+        flags if settings.needs_flags else None,
+        reps,
+        state,
+        batch.mask,
+        batch.numbers,
+        settings.policy,
+        settings.block,
+        settings.init,
+        settings.local,
+        settings.top_k,
+        list(settings.lam) if isinstance(settings.lam, tuple) else [settings.lam],
+        settings.group_reduce,
+        settings.dense_below,
+        scale,
+        batch.backend,
+        settings.parts,
+        settings.survivors,
+    )

@@ -15,14 +15,26 @@ from .._fallback import Blocks
 from ..settings import Settings
 
 
+def _represent(settings: Settings, keys: Tensor, flags: Tensor | None, out: Tensor, start: int, end: int) -> None:
+    """Computes all representatives of one sequence anew: of keys (kv_heads, tokens, head_dim) from start to end."""
+    if end <= start:
+        return
+    reps = ops.representatives(
+        keys.transpose(0, 1)[start:end],
+        None if flags is None else flags[start:end],
+        lam=settings.lam,
+        block=settings.block,
+        policy=settings.policy,
+    )
+    out[: reps.shape[0]] = reps
+
+
 class PhsaLayer(DynamicLayer):
     """A DynamicLayer with one flag per token and one representative per complete block.
 
     keys, values: (batch, kv_heads, tokens, head_dim); flags: (batch, tokens) or None where they are not known;
     reps: (batch, rows, kv_heads, width), of which those of the first `rep_tokens` columns are valid.
     """
-
-    least_room = 64  # tokens
 
     def __init__(self, **kwargs: object) -> None:
         super().__init__(**kwargs)
@@ -44,15 +56,6 @@ class PhsaLayer(DynamicLayer):
         out.__dict__.update(layer.__dict__)
         return out
 
-    @staticmethod
-    def take_static(layer: StaticLayer) -> PhsaLayer:
-        """Takes the place of an empty layer of a fixed length."""
-        if layer.get_seq_length() > 0:
-            raise ValueError("phsa: the static cache was filled while phsa was off; start with an empty cache")
-        out = PhsaLayer()
-        out.least_room = layer.max_cache_len
-        return out
-
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
@@ -67,7 +70,7 @@ class PhsaLayer(DynamicLayer):
         tokens = past + key_states.shape[-2]
         if past == 0 or not self._has_room(tokens):
             self._room = tuple(
-                new.new_empty((*new.shape[:2], max(self.least_room, tokens + max(64, tokens // 8)), new.shape[-1]))
+                new.new_empty((*new.shape[:2], tokens + max(64, tokens // 8), new.shape[-1]))
                 for new in (key_states, value_states)
             )
             if past > 0:
@@ -125,16 +128,8 @@ class PhsaLayer(DynamicLayer):
     def _represent(self, settings: Settings, row: int, start: int, past: int) -> None:
         """Computes all representatives of one sequence anew."""
         assert self.reps is not None
-        if past <= start:
-            return
-        reps = ops.representatives(
-            self.keys[row].transpose(0, 1)[start:past],
-            None if self.flags is None else self.flags[row, start:past],
-            lam=settings.lam,
-            block=settings.block,
-            policy=settings.policy,
-        )
-        self.reps[row, : reps.shape[0]] = reps
+        flags = None if self.flags is None else self.flags[row]
+        _represent(settings, self.keys[row], flags, self.reps[row], start, past)
 
     # What moves keys moves the rest.
 
@@ -175,13 +170,85 @@ class PhsaLayer(DynamicLayer):
             self._select(torch.arange(batch)[torch.as_tensor(indices).cpu()])
 
 
-def is_static(cache: Cache | None) -> bool:
-    return isinstance(cache, StaticCache)
+class PhsaStaticLayer(StaticLayer):
+    """A StaticLayer with flags and representatives of fixed sizes, so that a compiled graph can fill them.
+
+    keys, values: (batch, kv_heads, room, head_dim); flags: (batch, room); reps: (batch, rows, kv_heads, width). state,
+    int64 on the CPU, has for each row the first real column and up to which column representatives are valid, and in a
+    last row the tokens that are known here: a cache that grew while phsa was off has more.
+    """
+
+    def __init__(self, max_cache_len: int, **kwargs: object) -> None:
+        super().__init__(max_cache_len=max_cache_len, **kwargs)
+        self.flags: Tensor | None = None
+        self.reps: Tensor | None = None
+        self.state: Tensor | None = None
+        self.rep_settings: tuple | None = None
+
+    @staticmethod
+    def take(layer: StaticLayer) -> PhsaStaticLayer:
+        """Takes the place of an empty layer; of one that is not, phsa::attention_static says so."""
+        out = PhsaStaticLayer(layer.max_cache_len)
+        if layer.is_initialized:
+            out.__dict__.update(layer.__dict__)
+        return out
+
+    def ready_reps(self, settings: Settings, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The representatives' room and the state. Of other settings, all are to be computed anew."""
+        batch, kv_heads, tokens, head_dim = keys.shape
+        blocks = Blocks.of(settings)
+        key = (settings.policy, settings.block, settings.lam)
+        if self.state is None:
+            self.state = torch.zeros((batch + 1, 2), dtype=torch.long)
+        if self.reps is None or self.rep_settings != key or self.reps.dtype != keys.dtype:
+            shape = (batch, max(1, blocks.rep_rows(tokens)), kv_heads, blocks.rep_width(head_dim))
+            self.reps = torch.zeros(shape, dtype=keys.dtype, device=keys.device)
+            self.rep_settings = key
+            self.state[:-1] = 0
+        return self.reps, self.state
+
+    def add_flags(self, flags: Tensor, past: Tensor) -> Tensor:
+        """The flags of the tokens from `past` on. Returns all."""
+        if self.flags is None:
+            self.flags = torch.zeros((flags.shape[0], self.max_cache_len), dtype=torch.uint8, device=flags.device)
+        self.flags.index_copy_(1, torch.arange(flags.shape[1], device=flags.device) + past, flags)
+        return self.flags
+
+    def reset(self) -> None:
+        super().reset()
+        if self.state is not None:
+            self.state.zero_()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        for name in ("flags", "reps"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor.index_select(0, beam_idx.to(tensor.device)))
+        if self.state is not None:
+            last = torch.tensor([self.state.shape[0] - 1])
+            self.state = self.state.index_select(0, torch.cat((beam_idx.cpu(), last)))
+
+
+class StaticView:
+    """What a static layer holds so far, as the attention sees a PhsaLayer."""
+
+    def __init__(self, keys: Tensor, flags: Tensor | None, reps: Tensor, state: Tensor) -> None:
+        self.keys, self.flags, self._reps, self._state = keys, flags, reps, state
+
+    def ready_reps(self, settings: Settings, starts: list[int], past: int) -> tuple[Tensor, int]:
+        """As PhsaLayer.ready_reps."""
+        for row, (start, (known, valid)) in enumerate(zip(starts, self._state.tolist(), strict=False)):
+            if known != start or valid < past:
+                flags = None if self.flags is None else self.flags[row]
+                _represent(settings, self.keys[row], flags, self._reps[row], start, past)
+        ends = [[start, self.keys.shape[2]] for start in starts]
+        self._state[:-1] = torch.tensor(ends, dtype=torch.long)
+        return self._reps.flatten(0, 1), self._reps.shape[1]
 
 
 def adopt(cache: Cache) -> Cache:
-    """Makes a cache carry flags and representatives, in place. One of a fixed length keeps it as the room that it
-    begins with. Layers that attend within a window stay as they are."""
+    """Makes a cache carry flags and representatives, in place. Layers that attend within a window stay as they are."""
     if type(cache) not in (DynamicCache, StaticCache):
         raise ValueError(
             f"phsa: the cache is a {type(cache).__name__}; allowed: DynamicCache (the default of generate) and "
@@ -190,10 +257,10 @@ def adopt(cache: Cache) -> Cache:
     if cache.offloading:
         raise ValueError("phsa: the cache is offloaded to the CPU; allowed: a DynamicCache that stays on its device")
     for index, layer in enumerate(cache.layers):
-        if isinstance(layer, PhsaLayer) or layer.is_sliding:
+        if isinstance(layer, PhsaLayer | PhsaStaticLayer) or layer.is_sliding:
             continue
         if type(layer) is StaticLayer:
-            cache.layers[index] = PhsaLayer.take_static(layer)
+            cache.layers[index] = PhsaStaticLayer.take(layer)
         elif type(layer) is DynamicLayer:
             cache.layers[index] = PhsaLayer.take(layer)
         else:

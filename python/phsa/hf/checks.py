@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 _TOKENS = 40
 
 
-def _refuse(model: nn.Module, what: str) -> None:
-    raise ValueError(f"phsa: {type(model).__name__} {what}, which phsa does not support")
+def _refuse(model: nn.Module, what: str, instead: str = "") -> None:
+    raise ValueError(f"phsa: {type(model).__name__} {what}, which phsa does not support{instead and f'; {instead}'}")
 
 
 def check_config(decoder: PreTrainedModel) -> None:
@@ -34,10 +34,12 @@ def check_config(decoder: PreTrainedModel) -> None:
     # Layers with a window keep it; without any other there is nothing to choose from.
     window = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
     if kinds == {"sliding_attention"} or (not kinds and window):
-        _refuse(decoder, f"attends within a sliding window of {config.sliding_window} tokens in all of its layers")
+        what = f"attends within a sliding window of {config.sliding_window} tokens in all of its layers"
+        _refuse(decoder, what, "models with windows in some layers go sparse in the others (Gemma 3, Ministral)")
     for name in ("attn_logit_softcapping", "attn_logit_soft_cap"):
         if getattr(config, name, None) is not None:
-            _refuse(decoder, "caps its attention scores")
+            what = f"caps its attention scores ({name} = {getattr(config, name)})"
+            _refuse(decoder, what, "models without a cap work, Gemma 3 among them")
     if any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in decoder.named_parameters()):
         _refuse(decoder, "has attention sinks")
     if not getattr(decoder, "_supports_attention_backend", False):

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from .. import punctuation as punctuation_sets
 from ..settings import PUNCTUATION_SETS, ModelSettings, resolve
-from .attention import GraphBatch, make_batch
+from .attention import make_batch, make_graph_batch, make_static_batch, padding_mask
 from .cache import adopt
 
 
@@ -101,6 +101,12 @@ def _load_tokenizer(config: PreTrainedConfig) -> Any:
         ) from error
 
 
+_PACKED_WINDOWS = (
+    "phsa: packed sequences in a model with sliding windows; allowed: with position_ids that restart, without an "
+    "attention mask and with use_cache=False"
+)
+
+
 class ForwardHook:
     """Called before the decoder's forward. One per enabled model, and nothing of it is shared."""
 
@@ -167,34 +173,37 @@ class ForwardHook:
             return None  # the model says what is missing
         rows, q_len = tokens.shape[:2]
         cache = self._cache(module, kwargs)
-        past = 0 if cache is None else int(cache.get_seq_length())
         flags = None
         if settings.needs_flags:
-            flags = self._flags(config, settings, input_ids, given_flags, rows, q_len, past, tokens.device)
-        bounds = kwargs.get("cu_seq_lens_q")
-        # Positions may restart where another sequence begins, which a graph cannot see.
-        known = bounds is not None or kwargs.get("position_ids") is None
-        if torch.compiler.is_compiling() and known and cache is None and kwargs.get("attention_mask") is None:
-            kwargs["phsa_batch"] = GraphBatch(settings, self.backend, flags, bounds)
+            flags = self._flags(config, settings, input_ids, given_flags, rows, q_len, cache, tokens.device)
+        bounds, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
+        attention_mask = kwargs.get("attention_mask")
+        windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+        # transformers finds packed sequences for its own masks by the positions, without a cache and a mask.
+        own_masks = cache is None and attention_mask is None and positions is not None
+        if windows and bounds is not None and not own_masks:
+            raise ValueError(_PACKED_WINDOWS)
+        if isinstance(cache, StaticCache):
+            if bounds is not None:
+                raise ValueError("phsa: packed sequences in a static cache; allowed: with use_cache=False")
+            mask = padding_mask(attention_mask)
+            kwargs["phsa_batch"] = make_static_batch(
+                settings, self.backend, flags, cache, mask, positions, tokens.device
+            )
+            return (), kwargs
+        # Of windows, a mask and positions together a graph cannot see whether they go along.
+        seen = not windows or attention_mask is None or positions is None
+        if torch.compiler.is_compiling() and cache is None and seen and (bounds is None or attention_mask is None):
+            mask = padding_mask(attention_mask)
+            kwargs["phsa_batch"] = make_graph_batch(
+                settings, self.backend, flags, mask, positions, bounds, rows, q_len
+            )
             return (), kwargs
         kwargs["phsa_batch"] = make_batch(
-            settings,
-            self.backend,
-            flags,
-            cache,
-            kwargs.get("attention_mask"),
-            kwargs.get("position_ids"),
-            bounds,
-            rows,
-            q_len,
+            settings, self.backend, flags, cache, attention_mask, positions, bounds, rows, q_len
         )
-        # transformers finds packed sequences for its own masks by the positions, and only without a cache.
-        windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-        if windows and kwargs["phsa_batch"].packed and (cache is not None or kwargs.get("position_ids") is None):
-            raise ValueError(
-                "phsa: packed sequences in a model with sliding windows; allowed: with position_ids that restart and "
-                "use_cache=False"
-            )
+        if windows and kwargs["phsa_batch"].packed and not own_masks:
+            raise ValueError(_PACKED_WINDOWS)
         return (), kwargs
 
     @staticmethod
@@ -217,10 +226,10 @@ class ForwardHook:
         given: Tensor | None,
         rows: int,
         q_len: int,
-        past: int,
+        cache: Cache | None,
         device: torch.device,
     ) -> Tensor:
-        if given is not None and (input_ids is None or past == 0):
+        if given is not None and (input_ids is None or cache is None or int(cache.get_seq_length()) == 0):
             flags = torch.as_tensor(given, device=device)
             if flags.shape != (rows, q_len):
                 raise ValueError(f"phsa: flags have the shape {tuple(flags.shape)}; allowed: {(rows, q_len)}")
