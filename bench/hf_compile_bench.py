@@ -1,7 +1,8 @@
 """phsa.hf eagerly and under torch.compile(fullgraph=True): generating with a static cache, and a training step with
 padding, on a model of SmolLM2-135M's shape with random weights. Every compiled result is compared with the eager one.
 
-    python bench/hf_compile_bench.py [--prompt 1024] [--new 64] [--rows 2] [--length 1024] [--repeat 3] [--device cpu]
+    python bench/hf_compile_bench.py [--prompt 1024] [--new 64] [--rows 2] [--length 1024] [--layers 30]
+        [--repeat 3] [--device cpu]
 
 Prints a JSON line with the medians. Seconds of compiling are those of the first call, less a later one.
 """
@@ -104,11 +105,12 @@ def main():
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rows", type=int, default=2, help="of the training batch")
     parser.add_argument("--length", type=int, default=1024, help="of its rows")
+    parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(args.device)
+    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "num_hidden_layers": args.layers})).to(args.device)
     phsa.hf.enable(model, top_k=16, init=16, local=128, punctuation=range(20, 60))
     out = {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": args.device}
     out["generate"] = generating(model.eval(), args)

@@ -163,7 +163,7 @@ TEST(Scheduler, ALongPromptHoldsNobodyUp) {
 size_t Settled(double fixed, double each, size_t first, size_t most) {
   PrefillPace pace(0.25);
   size_t tokens = first;
-  for (int i = 0; i < 30; ++i) {
+  for (int i = 0; i < 60; ++i) {
     pace.Measured(tokens, fixed + each * static_cast<double>(tokens));
     tokens = pace.Tokens(most);
   }
@@ -173,7 +173,7 @@ size_t Settled(double fixed, double each, size_t first, size_t most) {
 TEST(PrefillPace, ComesToRestWhereAStepTakesItsTimeFromEitherSide) {
   for (const double fixed : {0.0, 0.02, 0.15}) {
     for (const double each : {0.0001, 0.0005, 0.002}) {
-      const auto ideal = static_cast<size_t>((0.25 - fixed) / each);
+      const auto ideal = static_cast<size_t>((PrefillPace::kAim * 0.25 - fixed) / each);
       for (const size_t first : {size_t{1}, size_t{100}, size_t{8192}}) {
         const size_t tokens = Settled(fixed, each, first, 100'000);
         EXPECT_LE(tokens, ideal + 1) << fixed << " " << each << " " << first;
@@ -194,7 +194,19 @@ TEST(PrefillPace, APromptGoesOnHoweverSlowTheMachineAndNoFurtherThanAStepCan) {
   PrefillPace pace(0.25);
   pace.Measured(512, 1);
   pace.Measured(0, 3);  // answers alone say nothing of prompts
-  EXPECT_EQ(pace.Tokens(512), 128u);
+  EXPECT_EQ(pace.Tokens(512), static_cast<size_t>(PrefillPace::kAim * 128));
+}
+
+TEST(PrefillPace, OneStepThatWasFastByChanceDoesNotMakeTheNextTooLong) {
+  PrefillPace pace(0.25);
+  pace.Measured(100, 0.2);
+  const size_t tokens = pace.Tokens(512);
+  pace.Measured(tokens, 0.05);
+  EXPECT_LE(pace.Tokens(512), 110u);
+  pace.Measured(100, 0.05);
+  EXPECT_EQ(pace.Tokens(512), static_cast<size_t>(PrefillPace::kAim * 500)) << "twice is no chance";
+  pace.Measured(400, 0.8);
+  EXPECT_LE(pace.Tokens(512), 110u) << "a slow one counts at once";
 }
 
 // Time that passes as the decoder reads: so much for each token.

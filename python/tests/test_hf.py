@@ -546,7 +546,11 @@ def test_a_static_cache_stays_where_it_is() -> None:
 def test_models_that_would_be_wrong_are_refused() -> None:
     values = {**TINY, "num_hidden_layers": 1}
     sliding = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}
-    refused(r"window of 64 tokens in all of its layers.*; models with windows in some layers", Qwen3Config(**values, **sliding), Qwen3ForCausalLM)
+    refused(
+        r"window of 64 tokens in all of its layers.*; models with windows in some layers",
+        Qwen3Config(**values, **sliding),
+        Qwen3ForCausalLM,
+    )
     mistral = transformers.MistralConfig(**values, sliding_window=64)
     refused("sliding", mistral, transformers.MistralForCausalLM)
     gemma = transformers.Gemma2Config(**{**values, "num_hidden_layers": 2})

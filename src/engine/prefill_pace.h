@@ -15,30 +15,34 @@ class PrefillPace {
   // more of a prompt).
   static constexpr size_t kLeastTokens = 8;
 
+  // What is aimed at, as a share of what a step may take: one that takes a little longer than the last is not late yet.
+  static constexpr double kAim = 0.85;
+
   // `step_seconds`: of a step in which somebody waits; 0: they wait as long as it takes.
   explicit PrefillPace(double step_seconds) : step_seconds_(step_seconds) {}
 
   // A step has read `tokens` tokens of prompts, beside one for each answer.
   void Measured(size_t tokens, double seconds) {
     if (tokens == 0) return;
-    tokens_ = tokens;
-    seconds_ = seconds;
+    before_ = last_;
+    last_ = seconds / static_cast<double>(tokens);
   }
 
   // For the next step, of `most` at most. As if its time were that of the last one, in proportion. It is not, as part
   // of it belongs to the answers and to reading the weights, but where the last step took what it may, that is no
-  // error: so it comes to rest there, from either side, and follows a text as it gets longer.
+  // error: so it comes to rest there, from either side, and follows a text as it gets longer. The slower of two counts:
+  // after one that was fast by chance (a warm cache, a core that was free) the next would be too long.
   size_t Tokens(size_t most) const {
-    if (step_seconds_ <= 0 || seconds_ <= 0) return most;
-    const double tokens = static_cast<double>(tokens_) * step_seconds_ / seconds_;
+    const double each = std::max(last_, before_);
+    if (step_seconds_ <= 0 || each <= 0) return most;
+    const double tokens = kAim * step_seconds_ / each;
     if (tokens >= static_cast<double>(most)) return most;
     return std::min(most, std::max(static_cast<size_t>(tokens), kLeastTokens));
   }
 
  private:
   double step_seconds_;
-  size_t tokens_ = 0;
-  double seconds_ = 0;  // of the last step that read some; 0: there was none
+  double last_ = 0, before_ = 0;  // seconds per token of the last two steps that read some; 0: there was none
 };
 
 }  // namespace phsa

@@ -437,7 +437,13 @@ def _options(settings: Settings, scale: float, backend: str) -> dict[str, object
 
 
 def _attend_packed(
-    batch: Batch, layer: PhsaLayer | StaticView | None, settings: Settings, scale: float, query: Tensor, key: Tensor, value: Tensor
+    batch: Batch,
+    layer: PhsaLayer | StaticView | None,
+    settings: Settings,
+    scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
 ) -> Tensor:
     """Gathers the real tokens; representatives are computed anew. The only way with gradients."""
     kv_index = batch.kv_index
@@ -475,7 +481,13 @@ def _row_view(x: Tensor) -> tuple[Tensor, int] | None:
 
 
 def _attend_cached(
-    batch: Batch, layer: PhsaLayer | StaticView, settings: Settings, scale: float, query: Tensor, key: Tensor, value: Tensor
+    batch: Batch,
+    layer: PhsaLayer | StaticView,
+    settings: Settings,
+    scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
 ) -> Tensor:
     """Reads the cache where it lies and keeps its representatives up to date."""
     keys, values = _row_view(key), _row_view(value)

@@ -195,9 +195,7 @@ class ForwardHook:
         seen = not windows or attention_mask is None or positions is None
         if torch.compiler.is_compiling() and cache is None and seen and (bounds is None or attention_mask is None):
             mask = padding_mask(attention_mask)
-            kwargs["phsa_batch"] = make_graph_batch(
-                settings, self.backend, flags, mask, positions, bounds, rows, q_len
-            )
+            kwargs["phsa_batch"] = make_graph_batch(settings, self.backend, flags, mask, positions, bounds, rows, q_len)
             return (), kwargs
         kwargs["phsa_batch"] = make_batch(
             settings, self.backend, flags, cache, attention_mask, positions, bounds, rows, q_len
