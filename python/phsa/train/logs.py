@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import importlib
 import importlib.util
 import io
 import os
@@ -77,11 +78,18 @@ class Progress:
             print(("\r\x1b[K" if self._terminal else "") + text, file=sys.stderr, flush=True)
 
 
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+
+
 def check_reports(names: Sequence[str]) -> None:
-    """Before anything is loaded: whether what report_to names is installed."""
+    """Before anything is loaded: whether what report_to names is there."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"report_to has {name!r}, which is not installed here: pip install {name}")
+        try:
+            importlib.import_module(_MODULES[name])
+        except ImportError as error:
+            raise ConfigError(f"report_to has {name!r}, which cannot be loaded here: {error}") from error
 
 
 class Reports:
