@@ -25,7 +25,7 @@ no_aslr := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(u
 
 # Tested with CUDA in it where there is an nvcc: nothing else compiles the kernels and the engine for a GPU. These tests run
 # on the CPU, whose bits they know; those of a GPU are scripts/test-cuda.sh's.
-test_options = -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python) -DPHSA_CUDA=AUTO -DPHSA_CUDA_ARCHITECTURES=90a-real
+test_options = -DPHSA_COMPILE_TOGETHER=OFF -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python) -DPHSA_CUDA=AUTO -DPHSA_CUDA_ARCHITECTURES=90a-real
 
 # The steps of a command run in order; the tools inside each step run in parallel.
 .NOTPARALLEL:
@@ -39,7 +39,7 @@ help: ## this list
 	@echo "PYTEST_ARGS, FUZZ_SECONDS ($(FUZZ_SECONDS)), LONG_FUZZ_SECONDS ($(LONG_FUZZ_SECONDS)), PHSA_SKIP_PACKAGES=1 (do not ask apt)"
 
 demo: packages ## builds, fetches a small model, asks it about a long text with three attentions, and compares them: demo/report.html
-	cmake --preset release
+	cmake --preset release -DPHSA_COMPILE_TOGETHER=ON
 	cmake --build --preset release --target phsa_program
 	scripts/demo.sh build/release/bin $(DEMO_ARGS)
 
@@ -49,6 +49,8 @@ test-long: packages-test venv ## what takes longer: sanitizers in everything, fu
 	for preset in asan-full tsan-full; do \
 	  cmake --preset $$preset && cmake --build --preset $$preset && $(no_aslr) ctest --preset $$preset || exit; \
 	done
+	cmake --preset release -B build/together -DPHSA_COMPILE_TOGETHER=ON  # as make demo, make install and pip do
+	cmake --build build/together --target phsa_program phsa_python_engine
 	$(MAKE) fuzz FUZZ_SECONDS=$(LONG_FUZZ_SECONDS)
 	$(MAKE) test-python PYTEST_ARGS="-m long $(PYTEST_ARGS)"
 
@@ -75,7 +77,7 @@ build: packages ## builds the release preset into build/release
 	cmake --build --preset release
 
 install: packages ## installs the program phsa, libphsa and its headers into PREFIX
-	cmake --preset release -DCMAKE_INSTALL_PREFIX=$(PREFIX)
+	cmake --preset release -DPHSA_COMPILE_TOGETHER=ON -DCMAKE_INSTALL_PREFIX=$(PREFIX)
 	cmake --build --preset release --target phsa phsa_program
 	cmake --install build/release --prefix $(PREFIX)
 	@if [ -z "$(DESTDIR)" ] && [ "$$(id -u)" = 0 ]; then ldconfig; fi
@@ -88,7 +90,7 @@ format-check: packages-test venv ## fails where `make format` would change somet
 
 tidy: ## clang-tidy over the C++ sources
 	@scripts/install-packages.sh build test tidy
-	cmake --preset release
+	cmake --preset release -DPHSA_COMPILE_TOGETHER=OFF
 	run-clang-tidy-14 -quiet -p build/release -j $(JOBS) '^$(CURDIR)/(src|tests|bench)/.*\.cc$$'
 
 test-neon: ## the tests of the kernels for 64-bit Arm, under emulation

@@ -163,7 +163,7 @@ TEST(Scheduler, ALongPromptHoldsNobodyUp) {
 size_t Settled(double fixed, double each, size_t first, size_t most) {
   PrefillPace pace(0.25);
   size_t tokens = first;
-  for (int i = 0; i < 60; ++i) {
+  for (int i = 0; i < 120; ++i) {
     pace.Measured(tokens, fixed + each * static_cast<double>(tokens));
     tokens = pace.Tokens(most);
   }

@@ -57,7 +57,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "CXX": "c++",
         "PHSA_TORCH": "OFF",
         "SKBUILD_BUILD_DIR": str(build.parent / "wheel"),
-        "SKBUILD_CMAKE_DEFINE": f"PHSA_WERROR=ON;PHSA_INCLUDE_ROOTS={build.parent / 'include-roots'}",
+        "SKBUILD_CMAKE_DEFINE": ";".join(
+            ("PHSA_WERROR=ON", "PHSA_COMPILE_TOGETHER=OFF", f"PHSA_INCLUDE_ROOTS={build.parent / 'include-roots'}")
+        ),
         "CMAKE_BUILD_PARALLEL_LEVEL": os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count())),
     }
     pip = (sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check")
