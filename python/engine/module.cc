@@ -139,10 +139,12 @@ void BindChoices(nb::module_& m) {
           "__init__",
           [](AttentionChoice* self, std::string policy, std::optional<int32_t> top_k, std::optional<float> lam,
              std::optional<int32_t> init, std::optional<int32_t> local, std::optional<int32_t> block,
-             std::optional<int32_t> dense_below, std::string punctuation, std::string group_reduce,
-             std::string settings) {
+             std::optional<int32_t> dense_below, std::optional<int32_t> parts, std::optional<int32_t> survivors,
+             std::string punctuation, std::string group_reduce, std::string settings) {
             new (self) AttentionChoice{std::move(policy),
                                        top_k,
+                                       parts,
+                                       survivors,
                                        lam,
                                        init,
                                        local,
@@ -153,7 +155,8 @@ void BindChoices(nb::module_& m) {
                                        dense_below};
           },
           nb::kw_only(), "policy"_a, "top_k"_a.none(), "lam"_a.none(), "init"_a.none(), "local"_a.none(),
-          "block"_a.none(), "dense_below"_a.none(), "punctuation"_a, "group_reduce"_a, "settings"_a);
+          "block"_a.none(), "dense_below"_a.none(), "parts"_a.none(), "survivors"_a.none(), "punctuation"_a,
+          "group_reduce"_a, "settings"_a);
   nb::class_<GenerateChoice>(m, "GenerateChoice")
       .def(
           "__init__",
