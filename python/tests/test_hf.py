@@ -502,6 +502,7 @@ def test_a_static_cache_gives_what_the_default_one_gives(side: str) -> None:
         ids[1, :40] = 0
     else:
         ids[1, 260:] = 0
+        phsa.hf.enable(model, parts=4)
     mask = (ids != 0).long()
     kwargs = {"max_new_tokens": 20, "do_sample": False, "attention_mask": mask}
     want = model.generate(ids, **kwargs)
