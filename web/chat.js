@@ -118,7 +118,7 @@ export function createChat({ model, failed, explore }) {
         if (choice.prompt_token_ids) answer.promptIds = choice.prompt_token_ids;
         if (choice.token_ids?.length > 0 && first === 0) first = since();
         answer.ids.push(...(choice.token_ids ?? []));
-        const more = choice.delta?.content ?? choice.text ?? "";
+        const more = (choice.delta?.reasoning_content ?? "") + (choice.delta?.content ?? choice.text ?? "");
         answer.text += more;
         follow(() => answer.textNode.appendData(more));
       }

@@ -57,6 +57,27 @@ Json ErrorJson(const HttpError& error) {
             {"code", or_null(error.code())}}}};
 }
 
+HttpResponse ErrorResponse(const HttpError& error, std::string_view target) {
+  return target.starts_with("/v1/messages") ? MessagesError(error) : ErrorResponse(error);
+}
+
+HttpResponse MessagesError(const HttpError& error) {
+  const int status = error.status();
+  const char* const type = status == 401   ? "authentication_error"
+                           : status == 403 ? "permission_error"
+                           : status == 404 ? "not_found_error"
+                           : status == 413 ? "request_too_large"
+                           : status == 429 ? "rate_limit_error"
+                           : status == 503 ? "overloaded_error"
+                           : status < 500  ? "invalid_request_error"
+                                           : "api_error";
+  HttpResponse response;
+  response.status = status;
+  response.headers = error.headers;
+  response.body = JsonBody({{"type", "error"}, {"error", {{"type", type}, {"message", error.what()}}}});
+  return response;
+}
+
 HttpResponse ErrorResponse(const HttpError& error) {
   HttpResponse response;
   response.status = error.status();

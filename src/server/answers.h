@@ -6,6 +6,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/answer.h"
@@ -23,6 +24,10 @@ std::string JsonBody(const Json& json);
 // {"error": {"message", "type", "param", "code"}}
 Json ErrorJson(const HttpError& error);
 HttpResponse ErrorResponse(const HttpError& error);
+// Anthropic's: {"type": "error", "error": {"type", "message"}}
+HttpResponse MessagesError(const HttpError& error);
+// The one of the API that the path belongs to.
+HttpResponse ErrorResponse(const HttpError& error, std::string_view target);
 // What a status means in the line of an error that has no words of its own.
 const char* StatusText(int status);
 

@@ -2,102 +2,21 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <utility>
 
 #include "base/errors.h"
 #include "base/utf8.h"
-#include "io/json.h"
 #include "phsa/punctuation.h"
-#include "server/http_types.h"
+#include "server/chat_input.h"
+#include "server/fields.h"
 
 namespace phsa::server {
 namespace {
 
 constexpr int32_t kDefaultCompletionTokens = 16;  // OpenAI's
 constexpr size_t kMaxStops = 16, kMaxStopCharacters = 1000;
-constexpr int32_t kMaxTokens = 1 << 30;
 // An inspection's JSON: a chosen block with its score takes about 16 bytes.
 constexpr int64_t kMaxInspectedChoices = int64_t{1} << 21;
-
-// One object of a request.
-class Fields {
- public:
-  Fields(const Json& object, std::string place)
-      : object_(object), fields_(object, "the request"), place_(std::move(place)) {}
-
-  // What the engine or the tokenizer says of a field.
-  template <class Fn>
-  auto Named(const char* key, const Fn& fn) const {
-    try {
-      return fn();
-    } catch (const Error& error) {
-      throw HttpError(400, error.what(), Name(key), "invalid_value");
-    }
-  }
-
-  const Json* Find(const char* key) const { return fields_.Find(key); }
-  std::string Name(const char* key) const { return place_.empty() ? key : place_ + "." + key; }
-  [[noreturn]] void Refuse(const char* key, const std::string& message) const {
-    throw HttpError(400, Name(key) + message, Name(key), "invalid_value");
-  }
-  [[noreturn]] void RefuseValue(const char* key, const Json& value, const std::string& allowed) const {
-    Refuse(key, fmt::format(" is {}; allowed: {}", JsonText(value), allowed));
-  }
-
-  std::optional<int32_t> Int(const char* key, int32_t low, int32_t high) const {
-    return Named(key, [&] { return fields_.Int(key, low, high); });
-  }
-  std::optional<float> Float(const char* key, double low, double high) const {
-    return Named(key, [&] { return fields_.Float(key, low, high); });
-  }
-  bool Bool(const char* key, bool otherwise) const {
-    return Named(key, [&] { return fields_.Bool(key); }).value_or(otherwise);
-  }
-  std::optional<std::string> String(const char* key) const {
-    return Named(key, [&] { return fields_.String(key); });
-  }
-  std::optional<Fields> Object(const char* key) const {
-    const Json* const value = Find(key);
-    if (value == nullptr) return std::nullopt;
-    if (!value->is_object()) RefuseValue(key, *value, "an object");
-    return Fields(*value, Name(key));
-  }
-  // A field that would change the answer in a way that is not there: only what changes nothing is taken.
-  void Neutral(const char* key, const Json& neutral) const {
-    const Json* const value = Find(key);
-    if (value != nullptr && *value != neutral) {
-      Refuse(key, fmt::format(" is {}, which is not supported; leave it out", JsonText(*value)));
-    }
-  }
-  const Json& object() const { return object_; }
-
- private:
-  const Json& object_;
-  JsonFields fields_;
-  std::string place_;
-};
-
-// JSON knows one kind of number: 5.0 is 5.
-void WholeNumbersAsIntegers(Json& value) {
-  constexpr double kExact = 9007199254740992;  // 2^53
-  if (value.is_number_float()) {
-    const double number = value.get<double>();
-    if (std::trunc(number) == number && std::abs(number) <= kExact) value = static_cast<int64_t>(number);
-  } else if (value.is_structured()) {
-    for (Json& inner : value) WholeNumbersAsIntegers(inner);  // as deep as the parser lets it be
-  }
-}
-
-Json ParseBody(std::string_view body) {
-  try {
-    Json json = ParseJsonObject(body, "the request's body");
-    WholeNumbersAsIntegers(json);
-    return json;
-  } catch (const Error& error) {
-    throw HttpError(400, error.what());
-  }
-}
 
 std::vector<int32_t> WithBegin(const Tokenizer& tokenizer, std::string_view text) {
   std::vector<int32_t> ids = tokenizer.Encode(text, SpecialTokens::kRecognise);
@@ -117,15 +36,6 @@ std::vector<int32_t> TokenList(const Fields& fields, const char* key, const Json
     tokens.push_back(value.get<int32_t>());
   }
   return tokens;
-}
-
-void CheckLength(const Fields& fields, const char* key, std::span<const int32_t> tokens, const ServedModel& model) {
-  try {
-    CheckPrompt(model.engine, tokens);
-  } catch (const Error& error) {
-    const bool is_long = tokens.size() >= static_cast<size_t>(model.engine.plan().context);
-    throw HttpError(400, error.what(), fields.Name(key), is_long ? "context_length_exceeded" : "invalid_value");
-  }
 }
 
 std::vector<Prompt> Prompts(const Fields& fields, const ServedModel& model) {
@@ -167,84 +77,21 @@ std::vector<Prompt> Prompts(const Fields& fields, const ServedModel& model) {
   return prompts;
 }
 
-std::string Content(const Fields& message) {
-  static constexpr const char* kKey = "content";
-  const Json* const value = message.Find(kKey);
-  if (value == nullptr) return "";
-  if (value->is_string()) return value->get<std::string>();
-  if (!value->is_array()) message.RefuseValue(kKey, *value, "a text, or a list of parts of the type text");
-  std::string text;
-  for (const Json& part : *value) {
-    const auto type = part.is_object() ? part.find("type") : part.end();
-    const auto own = part.is_object() ? part.find("text") : part.end();
-    if (!part.is_object() || type == part.end() || *type != "text" || own == part.end() || !own->is_string()) {
-      message.Refuse(kKey, R"( has a part that is no text; allowed: {"type": "text", "text": "…"})");
-    }
-    text += own->get_ref<const std::string&>();
-  }
-  return text;
-}
-
-std::vector<ChatMessage> Messages(const Fields& fields) {
-  static constexpr const char* kKey = "messages";
-  static constexpr std::array<std::string_view, 4> kRoles = {"system", "developer", "user", "assistant"};
-  const Json* const value = fields.Find(kKey);
-  if (value == nullptr) fields.Refuse(kKey, " is missing; give a list of messages");
-  if (!value->is_array() || value->empty()) fields.RefuseValue(kKey, *value, "a list with at least one message");
-  std::vector<ChatMessage> messages;
-  for (size_t i = 0; i < value->size(); ++i) {
-    const Json& one = (*value)[i];
-    if (!one.is_object()) fields.Refuse(kKey, fmt::format("[{}] is {}; allowed: an object", i, JsonText(one)));
-    const Fields message(one, fields.Name(fmt::format("messages[{}]", i).c_str()));
-    const std::optional<std::string> role = message.String("role");
-    if (!role || std::find(kRoles.begin(), kRoles.end(), *role) == kRoles.end()) {
-      message.Refuse(
-          "role", fmt::format(" is {}; allowed: system, developer, user, assistant", role ? Quoted(*role) : "missing"));
-    }
-    messages.push_back({*role == "developer" ? "system" : *role, Content(message)});
-  }
-  return messages;
-}
-
-const ChatTemplate& Template(const ServedModel& model) {
-  if (model.chat_template) return *model.chat_template;
-  throw HttpError(400,
-                  "the model carries no chat template that is known; start the server with --chat-template, or use "
-                  "/v1/completions");
-}
-
-ChatVariables Variables(const Fields& fields) {
-  ChatVariables variables;
-  if (const auto kwargs = fields.Object("chat_template_kwargs")) {
-    variables.enable_thinking = kwargs->Bool("enable_thinking", true);
-  }
-  return variables;
-}
-
-std::vector<int32_t> ChatTokens(const Fields& fields, const ServedModel& model, bool add_generation_prompt) {
-  const ChatTemplate& chat = Template(model);
-  const std::vector<ChatMessage> messages = Messages(fields);
-  return fields.Named("messages", [&] {
-    return chat.Encode(messages, add_generation_prompt, model.engine.tokenizer(), Variables(fields));
-  });
-}
-
-std::vector<std::string> Stops(const Fields& fields) {
-  static constexpr const char* kKey = "stop";
-  const Json* const value = fields.Find(kKey);
+std::vector<std::string> Stops(const Fields& fields, const char* key) {
+  const Json* const value = fields.Find(key);
   std::vector<std::string> stops;
   if (value == nullptr) return stops;
-  if (!value->is_string() && !value->is_array()) fields.RefuseValue(kKey, *value, "a text or a list of texts");
+  if (!value->is_string() && !value->is_array()) fields.RefuseValue(key, *value, "a text or a list of texts");
   const Json list = value->is_string() ? Json::array({*value}) : *value;
   if (list.size() > kMaxStops) {
-    fields.Refuse(kKey, fmt::format(" has {} texts; allowed: at most {}", list.size(), kMaxStops));
+    fields.Refuse(key, fmt::format(" has {} texts; allowed: at most {}", list.size(), kMaxStops));
   }
   for (const Json& one : list) {
-    if (!one.is_string()) fields.Refuse(kKey, fmt::format(" has {} in its list; allowed: texts", JsonText(one)));
+    if (!one.is_string()) fields.Refuse(key, fmt::format(" has {} in its list; allowed: texts", JsonText(one)));
     stops.push_back(one.get<std::string>());
     const size_t characters = DecodeUtf8(stops.back()).value_or(U"").size();
     if (characters > kMaxStopCharacters) {
-      fields.Refuse(kKey,
+      fields.Refuse(key,
                     fmt::format(" has a text of {} characters; allowed: at most {}", characters, kMaxStopCharacters));
     }
   }
@@ -332,8 +179,53 @@ LayerSettings Attention(const Fields& fields, const ServedModel& model) {
   return settings;
 }
 
-// What completions and chats have in common.
-GenerationRequest Common(const Fields& fields, const ServedModel& model) {
+// What comes between the prompt and the suffix, for models that were trained to fill in.
+void FillIn(const Fields& fields, const std::string& suffix, const ServedModel& model, GenerationRequest* request) {
+  static constexpr const char* kKey = "suffix";
+  struct Marks {
+    const char *prefix, *suffix, *middle;
+  };
+  static constexpr Marks kMarks[] = {{"<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"},
+                                     {"<fim_prefix>", "<fim_suffix>", "<fim_middle>"}};
+  static constexpr const char* kEnds[] = {"<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
+                                          "<|cursor|>",    "<fim_pad>",   "<reponame>",    "<file_sep>"};
+  const Tokenizer& tokenizer = model.engine.tokenizer();
+  const auto marks = std::find_if(std::begin(kMarks), std::end(kMarks), [&](const Marks& one) {
+    return tokenizer.TokenId(one.prefix) >= 0 && tokenizer.TokenId(one.suffix) >= 0 &&
+           tokenizer.TokenId(one.middle) >= 0;
+  });
+  if (marks == std::end(kMarks))
+    fields.Refuse(kKey, " is given, and the model has no tokens for filling in; leave it out");
+  const Json* const prompt = fields.Find("prompt");
+  if (prompt == nullptr || !prompt->is_string()) fields.Refuse(kKey, " is given; then the prompt is one text");
+  if (request->echo) fields.Refuse("echo", " and suffix are both there; give one");
+  Prompt& own = request->prompts.emplace_back();
+  own.text = prompt->get<std::string>();
+  const auto append = [&](const char* key, const std::string& text) {
+    const std::vector<int32_t> ids = fields.Named(key, [&] { return tokenizer.Encode(text, SpecialTokens::kAsText); });
+    own.tokens.insert(own.tokens.end(), ids.begin(), ids.end());
+  };
+  own.tokens.push_back(tokenizer.TokenId(marks->prefix));
+  append("prompt", own.text);
+  own.tokens.push_back(tokenizer.TokenId(marks->suffix));
+  append(kKey, suffix);
+  own.tokens.push_back(tokenizer.TokenId(marks->middle));
+  CheckLength(fields, "prompt", own.tokens, model);
+  for (const char* end : kEnds) {
+    if (const int32_t id = tokenizer.TokenId(end); id >= 0) request->options.stop_tokens.push_back(id);
+  }
+}
+
+void CheckAnswers(const Fields& fields, const GenerationRequest& request) {
+  const size_t answers = request.prompts.size() * static_cast<size_t>(request.n);
+  if (answers > kMaxAnswers) {
+    fields.Refuse("n", fmt::format(" times the number of prompts is {}; allowed: at most {}", answers, kMaxAnswers));
+  }
+}
+
+}  // namespace
+
+GenerationRequest ReadCommon(const Fields& fields, const ServedModel& model, const char* stops) {
   GenerationRequest request;
   (void)fields.String("model");  // any name is served by the one model that is there
   request.n = fields.Int("n", 1, kMaxAnswers).value_or(1);
@@ -342,7 +234,7 @@ GenerationRequest Common(const Fields& fields, const ServedModel& model) {
     request.include_usage = options->Bool("include_usage", false);
   }
   request.return_token_ids = fields.Bool("return_token_ids", false);
-  request.options.stops = Stops(fields);
+  request.options.stops = Stops(fields, stops);
   request.options.ignore_eos = fields.Bool("ignore_eos", false);
   SamplingChoice& sampling = request.sampling;
   sampling.temperature = fields.Float("temperature", 0, 2);
@@ -361,26 +253,21 @@ GenerationRequest Common(const Fields& fields, const ServedModel& model) {
   return request;
 }
 
-void CheckAnswers(const Fields& fields, const GenerationRequest& request) {
-  const size_t answers = request.prompts.size() * static_cast<size_t>(request.n);
-  if (answers > kMaxAnswers) {
-    fields.Refuse("n", fmt::format(" times the number of prompts is {}; allowed: at most {}", answers, kMaxAnswers));
-  }
-}
-
-}  // namespace
-
 GenerationRequest ParseCompletion(std::string_view body, const ServedModel& model) {
   const Json json = ParseBody(body);
   const Fields fields(json, "");
-  GenerationRequest request = Common(fields, model);
+  GenerationRequest request = ReadCommon(fields, model);
   request.options.max_tokens = fields.Int("max_tokens", 0, kMaxTokens).value_or(kDefaultCompletionTokens);
   request.echo = fields.Bool("echo", false);
   request.options.log_probabilities = fields.Int("logprobs", 0, kMaxTopLogProbabilities);
   request.options.prompt_log_probabilities = request.echo && request.options.log_probabilities.has_value();
-  fields.Neutral("suffix", "");
   fields.Neutral("best_of", request.n);
-  request.prompts = Prompts(fields, model);
+  const std::optional<std::string> suffix = fields.String("suffix");
+  if (suffix && !suffix->empty()) {
+    FillIn(fields, *suffix, model, &request);
+  } else {
+    request.prompts = Prompts(fields, model);
+  }
   CheckAnswers(fields, request);
   return request;
 }
@@ -388,7 +275,7 @@ GenerationRequest ParseCompletion(std::string_view body, const ServedModel& mode
 GenerationRequest ParseChat(std::string_view body, const ServedModel& model) {
   const Json json = ParseBody(body);
   const Fields fields(json, "");
-  GenerationRequest request = Common(fields, model);
+  GenerationRequest request = ReadCommon(fields, model);
   request.chat = true;
   const std::optional<int32_t> tokens = fields.Int("max_tokens", 0, kMaxTokens);
   request.options.max_tokens =
@@ -396,11 +283,9 @@ GenerationRequest ParseChat(std::string_view body, const ServedModel& model) {
   const bool log_probabilities = fields.Bool("logprobs", false);
   const std::optional<int32_t> top = fields.Int("top_logprobs", 0, kMaxTopLogProbabilities);
   if (log_probabilities) request.options.log_probabilities = top.value_or(0);
-  fields.Neutral("tools", Json::array());
   fields.Neutral("functions", Json::array());
   fields.Neutral("response_format", {{"type", "text"}});
-  request.prompts.push_back({ChatTokens(fields, model, true), ""});
-  CheckLength(fields, "messages", request.prompts.front().tokens, model);
+  SetChat(fields, "messages", ReadChatInput(fields, body, model), model, &request);
   CheckAnswers(fields, request);
   return request;
 }
@@ -409,12 +294,12 @@ InspectRequest ParseInspect(std::string_view body, const ServedModel& model) {
   const Json json = ParseBody(body);
   const Fields fields(json, "");
   const bool chat = fields.Find("messages") != nullptr;
-  (void)Variables(fields);  // judged also where no template reads them
+  if (!chat) (void)ReadVariables(fields, body);  // judged also where no template reads them
   if (chat && fields.Find("prompt") != nullptr) fields.Refuse("prompt", " and messages are both there; give one");
   const Tokenizer& tokenizer = model.engine.tokenizer();
   InspectRequest request;
   if (chat) {
-    request.tokens = ChatTokens(fields, model, true);
+    request.tokens = ChatTokens(fields, ReadChatInput(fields, body, model), model, true);
   } else {
     std::vector<Prompt> prompts = Prompts(fields, model);
     if (prompts.size() != 1) fields.Refuse("prompt", " has several prompts; allowed: one");
@@ -490,7 +375,7 @@ TokenizeRequest ParseTokenize(std::string_view body, const ServedModel& model) {
   const auto special = fields.Bool("parse_special", true) ? SpecialTokens::kRecognise : SpecialTokens::kAsText;
   const std::optional<std::string> content = fields.String("content"), prompt = fields.String("prompt");
   if (fields.Find("messages") != nullptr) {
-    request.tokens = ChatTokens(fields, model, add_generation_prompt);
+    request.tokens = ChatTokens(fields, ReadChatInput(fields, body, model), model, add_generation_prompt);
     return request;
   }
   const char* const key = content ? "content" : "prompt";
@@ -516,11 +401,10 @@ std::vector<int32_t> ParseDetokenize(std::string_view body, const ServedModel& m
 std::string ParseApplyTemplate(std::string_view body, const ServedModel& model) {
   const Json json = ParseBody(body);
   const Fields fields(json, "");
-  const ChatTemplate& chat = Template(model);
-  const std::vector<ChatMessage> messages = Messages(fields);
+  const ChatInput input = ReadChatInput(fields, body, model);
   const bool add_generation_prompt = fields.Bool("add_generation_prompt", true);
   return fields.Named("messages", [&] {
-    return chat.Render(messages, add_generation_prompt, model.engine.tokenizer(), Variables(fields));
+    return TemplateOf(model).Render(input.messages, add_generation_prompt, model.engine.tokenizer(), input.variables);
   });
 }
 

@@ -12,6 +12,7 @@
 #include "engine/engine.h"
 #include "engine/sampling_choice.h"
 #include "engine/session.h"
+#include "server/tools.h"
 #include "tokenizer/chat_template.h"
 
 namespace phsa::server {
@@ -43,6 +44,8 @@ struct GenerationRequest {
   GenerateOptions options;  // the sampler's seed comes from `sampling`, for each answer
   SamplingChoice sampling;
   LayerSettings attention;
+  ToolUse tools;                          // of a chat
+  bool thinks = false, thinking = false;  // the model may write thoughts; it is in one already
   bool stream = false, include_usage = false, echo = false, return_token_ids = false;
 };
 

@@ -158,7 +158,7 @@ void Connection::OnHeader(const beast::error_code& error) {
     if (parser_->is_done()) {
       keep_alive_ = parser_->get().keep_alive();
       state_ = State::kWork;
-      Answer(ErrorResponse(refused));
+      Answer(ErrorResponse(refused, request_.target));
     } else {
       RefuseAndClose(refused);
     }
@@ -260,7 +260,7 @@ void Connection::RefuseAndClose(const HttpError& error) {
   keep_alive_ = false;
   unread_body_ = timed_out_ == nullptr;
   timed_out_ = nullptr;
-  Answer(ErrorResponse(error));
+  Answer(ErrorResponse(error, request_.target));
 }
 
 template <class Message>

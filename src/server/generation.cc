@@ -4,7 +4,6 @@
 
 #include <chrono>
 #include <new>
-#include <random>
 #include <utility>
 
 #include "base/errors.h"
@@ -12,13 +11,25 @@
 namespace phsa::server {
 namespace {
 
-std::string RandomId(const char* prefix) {
-  thread_local std::mt19937_64 random{(uint64_t{std::random_device{}()} << 32) ^ std::random_device{}()};
-  return fmt::format("{}-{:016x}{:016x}", prefix, random(), random());
-}
-
 int64_t UnixTime() {
   return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+std::string ReasonOf(StopReason reason, bool calls) {
+  const std::string own = FinishReason(reason);
+  return calls && own == "stop" ? "tool_calls" : own;
+}
+
+Json MessageJson(const Reply& reply) {
+  Json message = {{"role", "assistant"}, {"content", reply.content}, {"refusal", nullptr}};
+  if (!reply.reasoning.empty()) message["reasoning_content"] = reply.reasoning;
+  if (reply.calls.empty()) return message;
+  if (reply.content.empty()) message["content"] = nullptr;
+  for (const ToolCall& call : reply.calls) {
+    message["tool_calls"].push_back(
+        {{"id", call.id}, {"type", "function"}, {"function", {{"name", call.name}, {"arguments", call.arguments}}}});
+  }
+  return message;
 }
 
 }  // namespace
@@ -44,10 +55,16 @@ Generation::Generation(const ServedModel& model, GenerationRequest request, std:
       request_(std::move(request)),
       exchange_(std::move(exchange)),
       cancelled_(std::move(cancelled)),
-      id_(RandomId(request_.chat ? "chatcmpl" : "cmpl")),
+      id_(NewId(request_.chat ? "chatcmpl-" : "cmpl-")),
       created_(UnixTime()) {
   open_ = request_.prompts.size() * static_cast<size_t>(request_.n);
-  progress_.resize(open_, Progress{false, TextPosition(model.engine.tokenizer())});
+  const Tokenizer& tokenizer = model.engine.tokenizer();
+  const bool parsed = request_.chat && (request_.tools.active() || request_.thinks);
+  for (size_t i = 0; i < open_; ++i) {
+    Progress& progress = progress_.emplace_back(Progress{false, TextPosition(tokenizer), CallMarks(tokenizer)});
+    if (!parsed) continue;
+    progress.parser = std::make_unique<ReplyParser>(request_.tools, request_.thinks, request_.thinking);
+  }
   answers_.resize(open_);
 }
 
@@ -103,6 +120,37 @@ void Generation::Send(Json choice, bool last) {
   SendEvent(chunk);
 }
 
+// The first of them goes with what else is known of the part.
+void Generation::SendPieces(size_t index, const std::vector<ReplyPiece>& pieces, Json choice) {
+  int32_t call = progress_[index].parser->calls() - 1;
+  for (const ReplyPiece& piece : pieces) call -= piece.kind == ReplyPiece::Kind::kCall ? 1 : 0;
+  const bool more = !choice["logprobs"].is_null() || choice.contains("token_ids");
+  if (pieces.empty() && more) {
+    choice["delta"] = {{"content", ""}};
+    Send(std::move(choice), false);
+    return;
+  }
+  for (const ReplyPiece& piece : pieces) {
+    switch (piece.kind) {
+      case ReplyPiece::Kind::kReasoning: choice["delta"] = {{"reasoning_content", piece.text}}; break;
+      case ReplyPiece::Kind::kContent: choice["delta"] = {{"content", piece.text}}; break;
+      case ReplyPiece::Kind::kCall:
+        choice["delta"] = {{"tool_calls", Json::array({{{"index", ++call},
+                                                        {"id", piece.call_id},
+                                                        {"type", "function"},
+                                                        {"function", {{"name", piece.text}, {"arguments", ""}}}}})}};
+        break;
+      case ReplyPiece::Kind::kArguments:
+        choice["delta"] = {{"tool_calls", Json::array({{{"index", call}, {"function", {{"arguments", piece.text}}}}})}};
+        break;
+    }
+    Json sent = std::move(choice);
+    choice = Choice(index);
+    choice["phsa"] = sent["phsa"];
+    Send(std::move(sent), false);
+  }
+}
+
 void Generation::OnPart(size_t index, AnswerPart part) {
   exchange_->Post([self = shared_from_this(), index, part = std::move(part)] { self->TakePart(index, part); });
 }
@@ -143,6 +191,10 @@ void Generation::TakePart(size_t index, const AnswerPart& part) {
   }
   progress.begun = true;
   choice["phsa"] = {{"read_share", Rounded(part.tokens_read.share())}};
+  if (progress.parser) {
+    SendPieces(index, progress.parser->Feed(progress.marks.Restore(part.tokens, text)), std::move(choice));
+    return;
+  }
   if (request_.chat) {
     choice["delta"] = {{"content", text}};
   } else {
@@ -166,8 +218,14 @@ void Generation::TakeEnd(size_t index, GenerateResult result, const AnswerTimes&
   answers_[index] = {std::move(result), times};
   --open_;
   if (request_.stream) {
+    ReplyParser* const parser = progress_[index].parser.get();
+    if (parser != nullptr) {
+      Json rest = Choice(index);
+      rest["phsa"] = {{"read_share", Rounded(answers_[index].result.tokens_read.share())}};
+      SendPieces(index, parser->Finish(), std::move(rest));
+    }
     Json choice = Choice(index);
-    choice["finish_reason"] = FinishReason(reason);
+    choice["finish_reason"] = ReasonOf(reason, parser != nullptr && parser->calls() > 0);
     if (request_.chat) {
       choice["delta"] = Json::object();
     } else {
@@ -187,10 +245,16 @@ void Generation::TakeEnd(size_t index, GenerateResult result, const AnswerTimes&
     const GenerateResult& answer = answers_[i].result;
     const Prompt& prompt = request_.prompts[i / static_cast<size_t>(request_.n)];
     Json choice = Choice(i);
-    choice["finish_reason"] = FinishReason(answer.reason);
+    Reply reply{{}, answer.text, {}};
+    if (Progress& progress = progress_[i]; progress.parser) {
+      reply = {};
+      Append(progress.parser->Feed(progress.marks.Restore(answer.tokens, answer.text)), &reply);
+      Append(progress.parser->Finish(), &reply);
+    }
+    choice["finish_reason"] = ReasonOf(answer.reason, !reply.calls.empty());
     const ScoredText scored{answer.tokens, answer.log_probabilities};
     if (request_.chat) {
-      choice["message"] = {{"role", "assistant"}, {"content", answer.text}, {"refusal", nullptr}};
+      choice["message"] = MessageJson(reply);
       if (request_.options.log_probabilities) choice["logprobs"] = ChatLogProbabilities(tokenizer, scored);
     } else {
       choice["text"] = (request_.echo ? prompt.text : "") + answer.text;

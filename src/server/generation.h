@@ -12,6 +12,7 @@
 #include "server/answers.h"
 #include "server/api.h"
 #include "server/http_types.h"
+#include "server/tools.h"
 #include "server/worker.h"
 
 namespace phsa::server {
@@ -54,7 +55,10 @@ class Generation : public TaskListener, public std::enable_shared_from_this<Gene
   struct Progress {
     bool begun = false;
     TextPosition position;  // behind what was sent
+    CallMarks marks;
+    std::unique_ptr<ReplyParser> parser = {};  // of a chat that may call or think
   };
+  void SendPieces(size_t index, const std::vector<ReplyPiece>& pieces, Json choice);
   std::vector<Progress> progress_;
   std::vector<EndedAnswer> answers_;
   size_t open_ = 0;  // answers that have not ended

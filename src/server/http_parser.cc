@@ -9,6 +9,10 @@ HttpRequest RequestHead(const http::request_header<>& header) {
   request.target = std::string(header.target());
   request.content_type = field(http::field::content_type);
   request.authorization = field(http::field::authorization);
+  // As Anthropic's clients send it.
+  if (request.authorization.empty() && header.count("x-api-key") > 0) {
+    request.authorization = "Bearer " + std::string(header.at("x-api-key"));
+  }
   request.origin = field(http::field::origin);
   request.host = field(http::field::host);
   return request;

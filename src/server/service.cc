@@ -11,6 +11,8 @@
 #include "io/sha256.h"
 #include "server/answers.h"
 #include "server/generation.h"
+#include "server/messages_api.h"
+#include "server/responses_api.h"
 #include "server/static_files.h"
 
 namespace phsa::server {
@@ -140,6 +142,9 @@ const std::vector<Service::Route>& Service::Routes() {
       {"/apply-template", "POST", false, &Service::ApplyTemplate, nullptr},
       {"/v1/completions", "POST", false, nullptr, &Service::Completions},
       {"/v1/chat/completions", "POST", false, nullptr, &Service::Chat},
+      {"/v1/responses", "POST", false, nullptr, &Service::Responses},
+      {"/v1/messages", "POST", false, nullptr, &Service::Messages},
+      {"/v1/messages/count_tokens", "POST", false, &Service::CountTokens, nullptr},
       {"/inspect", "POST", false, nullptr, &Service::Inspect},
       {"/", "GET", true, &Service::Page, nullptr},
   };
@@ -217,7 +222,7 @@ std::vector<std::pair<std::string, std::string>> Service::CommonHeaders(const Ht
   headers.emplace_back("Access-Control-Expose-Headers", "Retry-After");
   if (request.method == "OPTIONS") {
     headers.emplace_back("Access-Control-Allow-Methods", "GET, HEAD, POST, OPTIONS");
-    headers.emplace_back("Access-Control-Allow-Headers", "authorization, content-type");
+    headers.emplace_back("Access-Control-Allow-Headers", "authorization, content-type, x-api-key, anthropic-version");
     headers.emplace_back("Access-Control-Max-Age", "600");
   }
   return headers;
@@ -240,7 +245,7 @@ std::function<void()> Service::Handle(const HttpRequest& request, const std::sha
       return [cancelled] { *cancelled = true; };
     }
   } catch (...) {
-    exchange->Answer(ErrorResponse(FromException(std::current_exception())));
+    exchange->Answer(ErrorResponse(FromException(std::current_exception()), request.target));
   }
   return {};
 }
@@ -373,15 +378,31 @@ void Service::NotePastTested(size_t tokens) {
 }
 
 void Service::Generate(GenerationRequest request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled) {
-  const std::shared_ptr<const TextAttention> attention = AttentionFor(request.attention);
-  for (const Prompt& prompt : request.prompts) NotePastTested(prompt.tokens.size());
-  const auto generation = std::make_shared<Generation>(model_, std::move(request), std::move(exchange), cancelled);
+  Submit(std::make_shared<Generation>(model_, std::move(request), std::move(exchange), cancelled), cancelled);
+}
+
+template <class Answer>
+void Service::Submit(const std::shared_ptr<Answer>& answer, const Cancelled& cancelled) {
+  const std::shared_ptr<const TextAttention> attention = AttentionFor(answer->request().attention);
+  for (const Prompt& prompt : answer->request().prompts) NotePastTested(prompt.tokens.size());
   // What the worker says comes to this thread too, so that it finds the stream begun.
-  if (!worker_.Submit(generation->Tasks(attention), generation, cancelled)) {
+  if (!worker_.Submit(answer->Tasks(attention), answer, cancelled)) {
     metrics_.CountRefused();
     ThrowFull();
   }
-  generation->Begin();
+  answer->Begin();
+}
+
+void Service::Responses(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled) {
+  Submit(MakeResponsesReply(model_, ParseResponses(request.body, model_), std::move(exchange), cancelled), cancelled);
+}
+
+void Service::Messages(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled) {
+  Submit(MakeMessagesReply(model_, ParseMessages(request.body, model_), std::move(exchange), cancelled), cancelled);
+}
+
+HttpResponse Service::CountTokens(const HttpRequest& request) {
+  return JsonResponse({{"input_tokens", CountMessages(request.body, model_)}});
 }
 
 void Service::Inspect(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled) {

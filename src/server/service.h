@@ -61,6 +61,11 @@ class Service {
   HttpResponse ApplyTemplate(const HttpRequest& request);
   void Completions(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
   void Chat(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
+  void Responses(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
+  void Messages(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
+  HttpResponse CountTokens(const HttpRequest& request);
+  template <class Answer>
+  void Submit(const std::shared_ptr<Answer>& answer, const Cancelled& cancelled);
   void Inspect(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
   void Generate(GenerationRequest request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
   std::shared_ptr<const TextAttention> AttentionFor(const LayerSettings& settings);

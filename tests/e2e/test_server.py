@@ -401,11 +401,11 @@ def test_a_wrong_field_is_named(server, body, param):
         ({}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": ["x"]}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 21}, "top_logprobs"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools[0].type"),
         (
             {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
             "response_format",
@@ -807,8 +807,16 @@ def test_the_description_is_true(tiny, tmp_path):
     pytest.importorskip("schemathesis")
     with Server(tiny, "--api-key", "secret", "--log-file", "none") as server:
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{server.port}/openapi.json"]
-        command += ["-H", "Authorization: Bearer secret", "--max-examples", "30", "--seed", "1", "--no-color"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-        assert int(re.search(r"(\d+) generated", done.stdout)[1]) > 500
+        command += ["-H", "Authorization: Bearer secret", "--seed", "1", "--no-color"]
+        # Functions have any parameters: what is made up of them may be too long for the context.
+        any_length = ["chat/completions", "responses", "messages", "messages/count_tokens"]
+        paths = [word for path in any_length for word in ("PATHS", f"/v1/{path}")]
+        for which, examples, more in (
+            ("--exclude-path", 30, []),
+            ("--include-path", 10, ["--exclude-checks", "positive_data_acceptance"]),
+        ):
+            asked = [which if word == "PATHS" else word for word in paths] + ["--max-examples", str(examples), *more]
+            done = subprocess.run([*command, *asked], capture_output=True, text=True, timeout=240, cwd=tmp_path)
+            assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+            assert int(re.search(r"(\d+) generated", done.stdout)[1]) > 500
         assert server.process.poll() is None

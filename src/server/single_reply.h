@@ -1,0 +1,66 @@
+// The one answer to a conversation, for APIs that have their own words for it.
+#ifndef PHSA_SERVER_SINGLE_REPLY_H_
+#define PHSA_SERVER_SINGLE_REPLY_H_
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "io/json.h"
+#include "server/api.h"
+#include "server/http_types.h"
+#include "server/tools.h"
+#include "server/worker.h"
+
+namespace phsa::server {
+
+class SingleReply : public TaskListener, public std::enable_shared_from_this<SingleReply> {
+ public:
+  // The model must outlive it. `cancelled` is raised where the answer failed.
+  SingleReply(const ServedModel& model, GenerationRequest request, std::shared_ptr<Exchange> exchange,
+              std::shared_ptr<std::atomic<bool>> cancelled);
+
+  const GenerationRequest& request() const { return request_; }
+  std::vector<Task> Tasks(const std::shared_ptr<const TextAttention>& attention) const;
+  void Begin();
+
+  void OnPart(size_t index, AnswerPart part) override;
+  void OnEnd(size_t index, GenerateResult result, const AnswerTimes& times) override;
+  void OnInspection(Inspection) override {}
+  void OnFailure(std::exception_ptr error) override;
+
+ protected:
+  // All in the request's own thread.
+  virtual void BeginStream() = 0;
+  virtual void StreamPiece(const ReplyPiece& piece) = 0;
+  virtual void EndStream(const GenerateResult& result) = 0;
+  virtual void StreamError(const HttpError& error) = 0;
+  virtual Json Body(const Reply& reply, const GenerateResult& result) = 0;
+  virtual HttpResponse Refusal(const HttpError& error) const = 0;
+
+  const ServedModel& model() const { return model_; }
+  int32_t calls() const { return parser_.calls(); }
+  int64_t created() const { return created_; }
+  void SendEvent(const char* name, const Json& data);
+
+ private:
+  void Pieces(const std::vector<ReplyPiece>& pieces);
+  void TakeEnd(const GenerateResult& result);
+  void TakeFailure(const std::exception_ptr& error);
+
+  const ServedModel& model_;
+  const GenerationRequest request_;
+  const std::shared_ptr<Exchange> exchange_;
+  const std::shared_ptr<std::atomic<bool>> cancelled_;
+  const int64_t created_;
+  CallMarks marks_;
+  ReplyParser parser_;
+  bool failed_ = false;
+};
+
+}  // namespace phsa::server
+
+#endif  // PHSA_SERVER_SINGLE_REPLY_H_
