@@ -27,27 +27,8 @@ bool IsHarmless(char32_t c) {
   return !control && !line_end && !direction;
 }
 
-// One line of at most `longest` characters.
-std::string Line(std::string_view text, size_t longest) {
-  std::string out;
-  size_t count = 0;
-  for (size_t at = 0; at < text.size(); ++count) {
-    if (count == longest) return out + "…";
-    const Utf8Step step = ScanUtf8(text, at);
-    if (text[at] == '\n') {
-      out += "⏎";
-    } else if (step.kind == Utf8Step::Kind::kCharacter && IsHarmless(step.code)) {
-      out += text.substr(at, step.size);
-    } else {
-      out += ' ';
-    }
-    at += step.size;
-  }
-  return out;
-}
-
 std::string TokenText(const Inspection& inspection, int32_t position) {
-  return fmt::format("\"{}\"", Line(inspection.text[static_cast<size_t>(position)], kSnippet));
+  return fmt::format("\"{}\"", OneLine(inspection.text[static_cast<size_t>(position)], kSnippet));
 }
 
 std::string BlockText(const Inspection& inspection, int32_t block, int32_t block_size) {
@@ -77,7 +58,7 @@ std::string SettingsInWords(const Inspection& inspection) {
   out += PartsInWords(s);
   if (s.policy == Policy::kPhsa) {
     out += s.head_lambda.empty() ? fmt::format(", lambda {:g}", s.lambda) : ", lambda by head";
-    out += fmt::format(", punctuation {}", Line(s.punctuation, kSnippet));
+    out += fmt::format(", punctuation {}", OneLine(s.punctuation, kSnippet));
   }
   out += fmt::format(", init {}, local {}, block {}", s.init_tokens, s.local_tokens, s.block_size);
   if (s.group_reduce != GroupReduce::kSum) out += fmt::format(", group-reduce {}", Name(s.group_reduce));
@@ -107,7 +88,7 @@ void AddTable(const Inspection& inspection, const QueryChoice& query, std::strin
         continue;
       }
       const std::string text = BlockText(inspection, head.blocks[order[0]], choice.blocks.block_size);
-      fmt::format_to(std::back_inserter(*out), "{:<46}  {}\n", blocks, Line(text, kSnippet));
+      fmt::format_to(std::back_inserter(*out), "{:<46}  {}\n", blocks, OneLine(text, kSnippet));
     }
   }
 }
@@ -168,12 +149,30 @@ Json LayerJson(const LayerChoice& layer, size_t index) {
 
 }  // namespace
 
+std::string OneLine(std::string_view text, size_t longest) {
+  std::string out;
+  size_t count = 0;
+  for (size_t at = 0; at < text.size(); ++count) {
+    if (count == longest) return out + "…";
+    const Utf8Step step = ScanUtf8(text, at);
+    if (text[at] == '\n') {
+      out += "⏎";
+    } else if (step.kind == Utf8Step::Kind::kCharacter && IsHarmless(step.code)) {
+      out += text.substr(at, step.size);
+    } else {
+      out += ' ';
+    }
+    at += step.size;
+  }
+  return out;
+}
+
 std::string InspectionText(const Inspection& inspection) {
   const int32_t unit = inspection.BlockSize();
   const auto length = static_cast<int32_t>(inspection.tokens.size());
   std::string out;
   const auto append = std::back_inserter(out);
-  fmt::format_to(append, "{}: {}\n", Line(inspection.model, kLongSnippet), SettingsInWords(inspection));
+  fmt::format_to(append, "{}: {}\n", OneLine(inspection.model, kLongSnippet), SettingsInWords(inspection));
   fmt::format_to(append, "{} tokens of prompt, {} of answer; {} blocks of {}; {} tokens are punctuation\n",
                  inspection.prompt_tokens, length - inspection.prompt_tokens, (length + unit - 1) / unit, unit,
                  std::count(inspection.flags.begin(), inspection.flags.end(), 1));
@@ -189,7 +188,7 @@ std::string InspectionText(const Inspection& inspection) {
   for (const ChosenBlock& block : most) {
     fmt::format_to(append, "{:>6}  {:>12}  {:>6}  {:>8.3f}  {}\n", block.block,
                    Range(block.block * unit, std::min(length, (block.block + 1) * unit)), block.count, block.score,
-                   Line(BlockText(inspection, block.block, unit), kLongSnippet));
+                   OneLine(BlockText(inspection, block.block, unit), kLongSnippet));
   }
   return out;
 }

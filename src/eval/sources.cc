@@ -1,0 +1,438 @@
+#include "eval/sources.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "base/dtype.h"
+#include "base/errors.h"
+#include "eval/query_blocks.h"
+#include "eval/recall.h"
+#include "tokenizer/normalizer.h"
+
+namespace phsa {
+namespace {
+
+constexpr std::string_view kWhiteSpace = " \t\r\n\f\v";
+
+// Queries before the texts' end whose mass is nobody's source, and how near to them a token is when it is not judged by
+// theirs: what is close to a query is looked at for being close.
+constexpr int32_t kOtherQueries = 32, kNear = 64;
+// Of a longer answer this many tokens, evenly.
+constexpr int32_t kMostAnswerQueries = 256;
+// Less of a query's mass on a token than this is none: most tokens, and each would cost an exponential.
+constexpr float kLeastLog = -9;
+constexpr size_t kMostPassageBytes = 1200;
+
+std::string_view Trimmed(std::string_view text) {
+  const size_t begin = text.find_first_not_of(kWhiteSpace);
+  if (begin == std::string_view::npos) return {};
+  return text.substr(begin, text.find_last_not_of(kWhiteSpace) + 1 - begin);
+}
+
+// Where an offset of `from` is in `to`, where both have the same lines with other bytes: NFC changes no line break.
+class LineMap {
+ public:
+  LineMap(std::string_view from, std::string_view to) : from_(Begins(from)), to_(Begins(to)) {
+    from_.push_back(from.size());
+    to_.push_back(to.size());
+  }
+  bool valid() const { return from_.size() == to_.size(); }
+  size_t operator()(size_t offset) const {
+    const auto next = std::upper_bound(from_.begin(), from_.end() - 1, offset);
+    const auto line = static_cast<size_t>(next - from_.begin()) - 1;
+    const size_t size = from_[line + 1] - from_[line], other = to_[line + 1] - to_[line];
+    const size_t within = std::min(offset - from_[line], size);
+    return to_[line] + (size == 0 ? 0 : within * other / size);
+  }
+
+ private:
+  static std::vector<size_t> Begins(std::string_view text) {
+    std::vector<size_t> begins = {0};
+    for (size_t at = text.find('\n'); at != std::string_view::npos; at = text.find('\n', at + 1)) {
+      begins.push_back(at + 1);
+    }
+    return begins;
+  }
+  std::vector<size_t> from_, to_;
+};
+
+void KeysAsFloats(const void* from, int32_t dtype, int64_t offset, int32_t count, float* to, int32_t stride) {
+  for (int32_t i = 0; i < count; ++i) {
+    const auto at = static_cast<size_t>(offset + i);
+    switch (dtype) {
+      case PHSA_F32: to[i * stride] = static_cast<const float*>(from)[at]; break;
+      case PHSA_F16: to[i * stride] = F32FromF16(static_cast<const uint16_t*>(from)[at]); break;
+      default: to[i * stride] = F32FromBf16(static_cast<const uint16_t*>(from)[at]); break;
+    }
+  }
+}
+
+// What the answer's queries gave to each sentence, by head, from the attention of all layers.
+class MassMeter {
+ public:
+  MassMeter(const ModelConfig& config, int32_t kv_dtype, std::vector<int32_t> sentence_of, int32_t sentences,
+            int32_t first_query, int32_t queries)
+      : config_(config),
+        kv_dtype_(kv_dtype),
+        sentence_of_(std::move(sentence_of)),
+        sentences_(static_cast<size_t>(sentences)),
+        first_query_(first_query),
+        end_query_(first_query + queries),
+        stride_((queries + kMostAnswerQueries - 1) / kMostAnswerQueries) {
+    const auto heads = static_cast<size_t>(config.num_layers) * static_cast<size_t>(config.num_q_heads);
+    mass_.assign(heads * sentences_, 0);
+    others_.resize(heads);
+  }
+
+  // Of steps with one sequence. A step has other queries (those before the texts' end) or the answer's, never both.
+  void Watch(const LayerAttention& attention, bool others) {
+    const int32_t end = attention.kv_lens[0], begin = end - attention.q_lens[0];
+    rows_.clear();
+    for (int32_t position = begin; position < end; ++position) {
+      const bool wanted =
+          others || (position >= first_query_ && position < end_query_ && (position - first_query_) % stride_ == 0);
+      if (wanted) rows_.push_back({position - begin, position});
+    }
+    if (rows_.empty()) return;
+    if (others && attention.layer == 0) {
+      num_others_ += attention.q_lens[0];
+      end_others_ = end;
+    }
+    FindTokensRead(attention);
+    const Executor& executor = attention.params.executor;
+    struct Call {
+      MassMeter& meter;
+      const LayerAttention& attention;
+      bool others;
+    } call{*this, attention, others};
+    const auto run = [](void* arg, int32_t head, int32_t) {
+      const Call& own = *static_cast<const Call*>(arg);
+      own.meter.WatchHead(own.attention, head, own.others);
+    };
+    if (executor.run != nullptr) {
+      executor.run(executor.context, config_.num_q_heads, run, &call);
+    } else {
+      for (int32_t head = 0; head < config_.num_q_heads; ++head) run(&call, head, 0);
+    }
+  }
+
+  // Of each sentence, over all heads.
+  std::vector<double> Total() const {
+    std::vector<double> total(sentences_);
+    for (size_t i = 0; i < mass_.size(); ++i) total[i % sentences_] += static_cast<double>(mass_[i]);
+    return total;
+  }
+
+ private:
+  static constexpr int32_t kTile = kPageTokens;
+  struct Row {
+    int32_t row, position;
+  };
+
+  // Which blocks each row and choosing head reads; empty: everything.
+  void FindTokensRead(const LayerAttention& attention) {
+    reads_.clear();
+    choosing_heads_ = 0;
+    bool all = true;
+    for (const Row& row : rows_) all = all && BlocksOf(attention.settings, row.position).reads_all;
+    if (all) return;
+    block_size_ = attention.settings.block_size;
+    choosing_heads_ = attention.plan.SelectionHeads();
+    blocks_ = (rows_.back().position / block_size_) + 1;
+    const int32_t slots = attention.plan.SelectionSlots();
+    reads_.assign(rows_.size() * static_cast<size_t>(choosing_heads_) * static_cast<size_t>(blocks_), 0);
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      const QueryBlocks own = BlocksOf(attention.settings, rows_[i].position);
+      for (int32_t head = 0; head < choosing_heads_; ++head) {
+        uint8_t* const reads = reads_.data() + (i * static_cast<size_t>(choosing_heads_) + static_cast<size_t>(head)) *
+                                                   static_cast<size_t>(blocks_);
+        for (int32_t block = 0; block <= own.own; ++block) {
+          reads[block] = own.reads_all || block < own.init_end || block >= own.local_begin ? 1 : 0;
+        }
+        if (attention.params.selection == nullptr) continue;
+        const int64_t list = (int64_t{rows_[i].row} * choosing_heads_ + head) * slots;
+        for (int32_t slot = 0; slot < slots && attention.params.selection[list + slot] >= 0; ++slot) {
+          reads[attention.params.selection[list + slot]] = 1;
+        }
+      }
+    }
+  }
+
+  void WatchHead(const LayerAttention& attention, int32_t head, bool others) {
+    const ForwardParams& params = attention.params;
+    const int32_t dim = config_.head_dim, group = config_.num_q_heads / config_.num_kv_heads;
+    const float scale = 1 / std::sqrt(static_cast<float>(dim));
+    const size_t index =
+        static_cast<size_t>(attention.layer) * static_cast<size_t>(config_.num_q_heads) + static_cast<size_t>(head);
+    const auto tokens = std::min(static_cast<int32_t>(sentence_of_.size()), attention.kv_lens[0]);
+
+    std::vector<float> queries(rows_.size() * static_cast<size_t>(dim)), keys(static_cast<size_t>(dim) * kTile);
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      float* const query = queries.data() + i * static_cast<size_t>(dim);
+      KeysAsFloats(params.q, kv_dtype_, rows_[i].row * params.q_token_stride + head * params.q_head_stride, dim, query,
+                   1);
+      for (int32_t d = 0; d < dim; ++d) query[d] *= scale;
+    }
+    std::vector<float> own(rows_.size());  // of each row, on the sentence that is being read
+    int32_t sentence = -1;
+    const auto flush = [&](int32_t next) {
+      if (sentence >= 0) {
+        float& mass = mass_[index * sentences_ + static_cast<size_t>(sentence)];
+        for (float& value : own) mass += value * value;
+      }
+      std::fill(own.begin(), own.end(), 0.0f);
+      sentence = next;
+    };
+    std::array<float, kTile> zero{};
+    std::vector<std::array<float, kTile>> logits(rows_.size());
+    auto other = others_[index].begin();
+    std::vector<std::pair<int32_t, float>> found;  // the others' mass, where they are watched
+    for (int32_t first = 0; first < tokens; first += kTile) {
+      const int32_t count = std::min(kTile, tokens - first);
+      if (std::all_of(sentence_of_.begin() + first, sentence_of_.begin() + first + count,
+                      [](int32_t s) { return s < 0; })) {
+        continue;
+      }
+      const int64_t page = params.kv.page_table[first / kPageTokens];
+      for (int32_t t = 0; t < count; ++t) {
+        KeysAsFloats(
+            params.kv.k, kv_dtype_,
+            page * params.kv.k_page_stride + t * params.kv.k_token_stride + head / group * params.kv.k_head_stride, dim,
+            keys.data() + t, kTile);
+      }
+      for (size_t i = 0; i < rows_.size(); ++i) {
+        logits[i] = zero;
+        AddProducts(queries.data() + i * static_cast<size_t>(dim), keys.data(), logits[i].data());
+      }
+      for (int32_t t = 0; t < count; ++t) {
+        const int32_t token = first + t;
+        const int32_t in = sentence_of_[static_cast<size_t>(token)];
+        if (in < 0) continue;
+        if (!others && in != sentence) flush(in);
+        float baseline = 0;
+        if (!others) {
+          while (other != others_[index].end() && other->first < token) ++other;
+          if (other != others_[index].end() && other->first == token) {
+            baseline = other->second / static_cast<float>(std::min(num_others_, end_others_ - kNear - token));
+          }
+        }
+        float sum = 0;
+        for (size_t i = 0; i < rows_.size(); ++i) {
+          const Row& row = rows_[i];
+          if (token > row.position) continue;
+          if (others && row.position - token < kNear) continue;
+          const float log =
+              logits[i][static_cast<size_t>(t)] - params.lse[int64_t{row.row} * config_.num_q_heads + head];
+          if (!(log > kLeastLog) || !Reads(i, head, token)) continue;
+          const float mass = std::min(1.0f, std::exp(log));
+          if (others) {
+            sum += mass;
+          } else {
+            own[i] += std::max(0.0f, mass - baseline);
+          }
+        }
+        if (others && sum > 0) found.emplace_back(token, sum);
+      }
+    }
+    if (!others) flush(-1);
+    AddOthers(found, others_[index]);
+  }
+
+  // Adds what one step found to what those before it did; both ascend by token.
+  static void AddOthers(const std::vector<std::pair<int32_t, float>>& found,
+                        std::vector<std::pair<int32_t, float>>& all) {
+    if (found.empty()) return;
+    std::vector<std::pair<int32_t, float>> merged;
+    auto old = all.begin();
+    for (const auto& [token, sum] : found) {
+      while (old != all.end() && old->first < token) merged.push_back(*old++);
+      merged.emplace_back(token, sum);
+      if (old != all.end() && old->first == token) merged.back().second += (old++)->second;
+    }
+    merged.insert(merged.end(), old, all.end());
+    all = std::move(merged);
+  }
+
+  bool Reads(size_t row, int32_t head, int32_t token) const {
+    if (reads_.empty()) return true;
+    const int32_t chooser = head / (config_.num_q_heads / choosing_heads_);
+    const size_t list = row * static_cast<size_t>(choosing_heads_) + static_cast<size_t>(chooser);
+    return reads_[list * static_cast<size_t>(blocks_) + static_cast<size_t>(token / block_size_)] != 0;
+  }
+
+  // sums[t] += query[d] · keys[d][t], four dimensions at a time, which the compiler turns into vectors of tokens.
+  void AddProducts(const float* query, const float* keys, float* sums) const {
+    int32_t d = 0;
+    for (; d + 4 <= config_.head_dim; d += 4) {
+      const float* const k0 = keys + d * kTile;
+      const float *const k1 = k0 + kTile, *const k2 = k1 + kTile, *const k3 = k2 + kTile;
+      const float q0 = query[d], q1 = query[d + 1], q2 = query[d + 2], q3 = query[d + 3];
+      for (int32_t t = 0; t < kTile; ++t) sums[t] += (q0 * k0[t] + q1 * k1[t]) + (q2 * k2[t] + q3 * k3[t]);
+    }
+    for (; d < config_.head_dim; ++d) {
+      for (int32_t t = 0; t < kTile; ++t) sums[t] += query[d] * keys[d * kTile + t];
+    }
+  }
+
+  const ModelConfig& config_;
+  int32_t kv_dtype_;
+  std::vector<int32_t> sentence_of_;  // [token]: -1: of no text
+  size_t sentences_;
+  int32_t first_query_, end_query_, stride_;
+  std::vector<float> mass_;                                     // [layer][q head][sentence]
+  std::vector<std::vector<std::pair<int32_t, float>>> others_;  // [layer][q head]: tokens and the others' mass, summed
+  int32_t num_others_ = 0, end_others_ = 0;                     // how many there were, the position behind the last one
+  // Of the layer that is watched.
+  std::vector<Row> rows_;
+  std::vector<uint8_t> reads_;  // [row][choosing head][block]
+  int32_t choosing_heads_ = 0, block_size_ = 1, blocks_ = 0;
+};
+
+struct RankedSentence {
+  size_t text, sentence;
+  double weight;
+};
+
+// Neighbours that both count become one passage.
+std::vector<Passage> MakePassages(std::span<const SourceText> texts, const std::vector<double>& total,
+                                  const SourceOptions& options) {
+  double sum = 0;
+  for (const double value : total) sum += value;
+  std::vector<Passage> passages;
+  if (sum <= 0) return passages;
+  const double best = *std::max_element(total.begin(), total.end()) / sum;
+  size_t index = 0;
+  for (size_t text = 0; text < texts.size(); ++text) {
+    bool joins = false;
+    for (const SourceText::Sentence& sentence : texts[text].sentences) {
+      const double weight = total[index++] / sum;
+      const bool counts = weight >= std::max(options.least, best / 4);
+      if (counts && joins && sentence.end - passages.back().begin <= kMostPassageBytes) {
+        passages.back().end = sentence.end;
+        passages.back().weight += weight;
+      } else {
+        passages.push_back({text, sentence.begin, sentence.end, weight});
+      }
+      joins = counts;
+    }
+  }
+  std::stable_sort(passages.begin(), passages.end(),
+                   [](const Passage& a, const Passage& b) { return a.weight > b.weight; });
+  size_t count = 0;
+  while (count < passages.size() && count < options.most &&
+         (passages[count].weight >= options.least || (count == 0 && passages[count].weight > 0))) {
+    ++count;
+  }
+  passages.resize(count);
+  return passages;
+}
+
+}  // namespace
+
+SourceFinder::SourceFinder(const Tokenizer& tokenizer, std::span<const int32_t> prompt) {
+  ends_.reserve(prompt.size());
+  for (const int32_t token : prompt) {
+    bytes_ += tokenizer.TokenBytes(token);
+    ends_.push_back(bytes_.size());
+  }
+}
+
+void SourceFinder::Enter(std::string_view part) {
+  const size_t found = bytes_.find(part, at_);
+  if (found != std::string::npos) at_ = found;
+}
+
+void SourceFinder::Pass(std::string_view part) {
+  const size_t found = bytes_.find(part, at_);
+  if (found != std::string::npos) at_ = found + part.size();
+}
+
+std::optional<SourceText> SourceFinder::Find(std::string_view text, SentenceKind kind) {
+  const std::string_view trimmed = Trimmed(text);
+  if (trimmed.empty()) return SourceText{{}, 0};
+  size_t found = bytes_.find(trimmed, at_), size = trimmed.size();
+  std::string storage;
+  std::optional<LineMap> map;  // from the text's offsets to those in the prompt
+  if (found == std::string::npos) {
+    const std::string_view normal = NormalizeNfc(trimmed, &storage);
+    found = bytes_.find(normal, at_);
+    size = normal.size();
+    if (found == std::string::npos) return std::nullopt;
+    map.emplace(trimmed, normal);
+    if (!map->valid()) return std::nullopt;
+  }
+  at_ = found + size;
+  const auto token_of = [&](size_t byte) {  // the one that has this byte of the prompt
+    return static_cast<int32_t>(std::upper_bound(ends_.begin(), ends_.end(), byte) - ends_.begin());
+  };
+  SourceText out;
+  int32_t next = token_of(found);
+  size_t begin = 0;
+  for (const size_t end : SentenceEnds(trimmed, kind)) {
+    // A token belongs to the sentence that has its last byte: " The" to the one that begins with it.
+    const size_t behind = found + (map ? (*map)(end) : end);
+    int32_t last = token_of(behind - 1);
+    if (ends_[static_cast<size_t>(last)] > behind && end != trimmed.size()) --last;
+    const std::string_view own = Trimmed(trimmed.substr(begin, end - begin));
+    if (!own.empty()) {
+      const auto at = static_cast<size_t>(own.data() - text.data());
+      out.sentences.push_back({at, at + own.size(), next, last});
+    }
+    next = std::max(next, last + 1);
+    begin = end;
+  }
+  out.end = next;
+  return out;
+}
+
+std::vector<Passage> FindSources(Engine& engine, Sequence& sequence, int32_t prompt_tokens, int32_t answer_tokens,
+                                 std::span<const SourceText> texts, const std::function<bool()>& stop,
+                                 const SourceOptions& options) {
+  int32_t end = 0, sentences = 0;
+  for (const SourceText& text : texts) {
+    end = std::max(end, text.end);
+    sentences += static_cast<int32_t>(text.sentences.size());
+  }
+  // The query that leads to the answer's first token is the prompt's last one.
+  const int32_t first_query = prompt_tokens - 1;
+  const int32_t queries = std::min(answer_tokens, sequence.length() - first_query);
+  if (sentences == 0 || queries <= 0) return {};
+  PHSA_CHECK(first_query >= 0 && end <= prompt_tokens);
+  std::vector<int32_t> sentence_of(static_cast<size_t>(end), -1);
+  int32_t index = 0;
+  for (const SourceText& text : texts) {
+    for (const SourceText::Sentence& sentence : text.sentences) {
+      for (int32_t token = sentence.first; token <= sentence.last; ++token) {
+        sentence_of[static_cast<size_t>(token)] = index;
+      }
+      ++index;
+    }
+  }
+  MassMeter meter(engine.config(), engine.cache().layout().dtype, std::move(sentence_of), sentences, first_query,
+                  queries);
+  const std::vector<int32_t> tokens = sequence.tokens();
+  const int32_t others_end = std::min(end, first_query), others_begin = std::max(0, others_end - kOtherQueries);
+  bool others = true;
+  const Observing observing(engine.decoder(), [&](const LayerAttention& seen) { meter.Watch(seen, others); });
+  const auto read = [&](int32_t begin, int32_t behind) {
+    const int32_t chunk = engine.decoder().max_rows();
+    for (int32_t at = begin; at < behind; at += chunk) {
+      if (stop && stop()) return false;
+      const int32_t count = std::min(chunk, behind - at);
+      const BatchItem item{&sequence, std::span(tokens).subspan(static_cast<size_t>(at), static_cast<size_t>(count)),
+                           BatchItem::Logits::kNone};
+      engine.decoder().Step({&item, 1}, [](int32_t, int32_t, const LogitsRow&) {});
+    }
+    return true;
+  };
+  sequence.Truncate(others_begin);
+  if (others_begin < others_end && !read(others_begin, others_end)) return {};
+  others = false;
+  if (!read(others_end, static_cast<int32_t>(tokens.size()))) return {};
+  return MakePassages(texts, meter.Total(), options);
+}
+
+}  // namespace phsa
