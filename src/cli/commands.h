@@ -9,6 +9,7 @@ namespace phsa::cli {
 
 void AddRunCommand(CLI::App& app);
 void AddChatCommand(CLI::App& app);
+void AddAskCommand(CLI::App& app);
 void AddTokenizeCommand(CLI::App& app);
 void AddInfoCommand(CLI::App& app);
 void AddExportCommand(CLI::App& app);

@@ -101,6 +101,7 @@ int Main(int argc, char** argv) {
   app.footer("Every flag can also be set by an environment variable: --kv-type is PHSA_KV_TYPE.");
   AddRunCommand(app);
   AddChatCommand(app);
+  AddAskCommand(app);
   AddServeCommand(app);
   AddBenchCommand(app);
   AddPerplexityCommand(app);
