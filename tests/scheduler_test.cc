@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <new>
 #include <numeric>
+#include <regex>
 #include <stdexcept>
 
 #include "engine/prefill_pace.h"
@@ -113,6 +114,78 @@ TEST(Scheduler, AnswersAreThoseOfLoneSessions) {
   EXPECT_GT(reasons[StopReason::kEndOfText], 0);
   EXPECT_GT(reasons[StopReason::kStopString], 0);
   EXPECT_GT(reasons[StopReason::kMaxTokens], 0);
+}
+
+TEST(Scheduler, TextsFollowTheirGrammarsInBatchesAndAlone) {
+  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(640), ModelWithEnds());
+  const auto grammar = CompileGbnf("root ::= word (\", \" word)* \".\"\nword ::= [a-fx] [a-z0-9é]{1,6}", "grammar");
+  const std::regex whole("[a-fx]([a-z0-9]|é){1,6}(, [a-fx]([a-z0-9]|é){1,6})*\\.");
+  const auto endless = CompileGbnf("root ::= [a-z ]*", "grammar");
+  std::vector<Request> requests = MixedRequests(5);
+  for (size_t i = 0; i < requests.size(); ++i) {
+    requests[i].options.stops.clear();
+    if (i % 3 != 2) requests[i].options.grammar = i % 6 == 4 ? endless : grammar;
+    if (i % 4 == 3) requests[i].options.log_probabilities = 2;
+    if (i % 4 == 1) requests[i].options.sampler.top_k = 10;
+    requests[i].options.max_tokens = static_cast<int32_t>(10 + 10 * i);
+  }
+  std::vector<GenerateResult> expected;
+  for (const Request& request : requests) expected.push_back(Lone(*engine, request));
+  std::vector<std::string> streamed(requests.size());
+  std::vector<Request> watched = requests;
+  for (size_t i = 0; i < watched.size(); ++i) {
+    watched[i].text = [&streamed, i](std::string_view text) { streamed[i] += text; };
+  }
+  const std::vector<GenerateResult> results = GenerateAll(*engine, watched, 5);
+  int ended = 0;
+  for (size_t i = 0; i < results.size(); ++i) {
+    SCOPED_TRACE(i);
+    ExpectSameAnswer(results[i], expected[i]);
+    EXPECT_EQ(streamed[i], results[i].text);
+    if (requests[i].options.log_probabilities) {
+      EXPECT_EQ(results[i].log_probabilities.size(), results[i].tokens.size());
+    }
+    if (requests[i].options.grammar == grammar) {
+      const bool is_whole = std::regex_match(results[i].text, whole);
+      EXPECT_EQ(is_whole, results[i].reason == StopReason::kEndOfText) << results[i].text;
+      ended += is_whole ? 1 : 0;
+    } else if (requests[i].options.grammar == endless) {
+      EXPECT_TRUE(std::regex_match(results[i].text, std::regex("[a-z ]*"))) << results[i].text;
+    }
+    if (requests[i].options.grammar != nullptr && results[i].reason != StopReason::kEndOfText) {
+      EXPECT_EQ(results[i].reason, StopReason::kMaxTokens);
+    }
+  }
+  EXPECT_GT(ended, 2);
+}
+
+TEST(Scheduler, ATextMayEndWhereItsGrammarMayAndNowhereElse) {
+  auto model = ModelWithEnds();
+  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(640), std::move(model));
+  // Whatever the model would like: an end is the only way on, or none is.
+  Request request = MakeRequest(Tokens(20, 1), Greedy(50));
+  request.options.grammar = CompileGbnf("root ::= \"abc\" [a-c]{3} \"!\"?", "grammar");
+  // This vocabulary cannot write "!".
+  const GenerateResult result = Lone(*engine, request);
+  EXPECT_EQ(result.text.substr(0, 3), "abc");
+  EXPECT_EQ(result.text.size(), 6u);
+  EXPECT_EQ(result.reason, StopReason::kEndOfText);
+  request.options.grammar = CompileGbnf("root ::= \"ab\" \"!\"", "grammar");
+  EXPECT_NE(Refusal([&] { Lone(*engine, request); }).find("no token of the model can write"), std::string::npos);
+  // Where others are in work, that one ends alone.
+  std::vector<Request> both = {request, MakeRequest(Tokens(9, 2), Greedy(9))};
+  Scheduler scheduler(*engine, 2);
+  const int64_t bad = scheduler.Add(both[0]), good = scheduler.Add(both[1]);
+  while (scheduler.Step()) {
+  }
+  EXPECT_THROW(scheduler.Take(bad), Error);
+  EXPECT_EQ(scheduler.Take(good)->tokens, Lone(*engine, both[1]).tokens);
+  // A stop token is an end like the model's own, and comes no earlier.
+  request.options.grammar = CompileGbnf("root ::= [a-b] \"eee\" \"a\"*", "grammar");
+  request.options.stop_tokens = {0};
+  request.options.ignore_eos = true;
+  EXPECT_EQ(Lone(*engine, request).reason, StopReason::kStopToken);
+  EXPECT_EQ(Lone(*engine, request).text, "beee");
 }
 
 TEST(Scheduler, RequestsJoinAndLeaveBetweenSteps) {

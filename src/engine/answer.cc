@@ -31,6 +31,44 @@ void CheckPrompt(const Engine& engine, std::span<const int32_t> prompt) {
   engine.CheckTokens(prompt, "the prompt");
 }
 
+// The grammar's tokens, and those that end the answer where the text may end.
+class Answer::GrammarFilter final : public TokenFilter {
+ public:
+  GrammarFilter(const std::shared_ptr<const Grammar>& grammar, const std::shared_ptr<const TokenTrie>& trie,
+                std::vector<int32_t> ends)
+      : matcher_(grammar, trie), ends_(std::move(ends)), size_(trie->vocab_size()) {}
+
+  bool Allows(int32_t token) override {
+    return std::ranges::find(ends_, token) != ends_.end() ? matcher_.MayEnd() : matcher_.Allows(token);
+  }
+  std::span<const uint64_t> Mask() override {
+    const std::span<const uint64_t> mask = matcher_.Mask();
+    mask_.assign(mask.begin(), mask.end());
+    const bool may_end = matcher_.MayEnd();
+    for (const int32_t token : ends_) {
+      if (token < 0 || token >= size_) continue;
+      const uint64_t bit = uint64_t{1} << (token % 64);
+      uint64_t& word = mask_[static_cast<size_t>(token) / 64];
+      word = may_end ? word | bit : word & ~bit;
+    }
+    if (std::ranges::all_of(mask_, [](uint64_t word) { return word == 0; })) {
+      ThrowInvalid("the grammar goes on with what no token of the model can write (or nests deeper than {} levels)",
+                   kMaxGrammarDepth);
+    }
+    return mask_;
+  }
+  void Accept(int32_t token) { PHSA_CHECK(matcher_.Accept(token)); }
+  bool MustEnd() const { return matcher_.MustEnd(); }
+
+ private:
+  GrammarMatcher matcher_;
+  const std::vector<int32_t> ends_;
+  const int32_t size_;
+  std::vector<uint64_t> mask_;
+};
+
+Answer::~Answer() = default;
+
 Answer::Answer(const Engine& engine, const GenerateOptions& options, std::function<void(std::string_view)> text)
     : engine_(engine),
       options_(options),
@@ -42,12 +80,17 @@ Answer::Answer(const Engine& engine, const GenerateOptions& options, std::functi
   std::vector<int32_t> biased;
   for (const auto& [token, bias] : options.sampler.logit_bias) biased.push_back(token);
   engine.CheckTokens(biased, "logit_bias");
+  if (options.grammar != nullptr) {
+    std::vector<int32_t> ends = options.stop_tokens;
+    if (!options.ignore_eos) ends.insert(ends.end(), engine.config().eos_ids.begin(), engine.config().eos_ids.end());
+    grammar_ = std::make_unique<GrammarFilter>(options.grammar, engine.token_trie(), std::move(ends));
+  }
 }
 
 void Answer::Choose(const LogitsRow& logits, std::span<const int32_t> read) {
   // Models pad their vocabulary: ids that the tokenizer does not have cannot be text.
   const int32_t known = std::min(engine_.config().vocab_size, engine_.tokenizer().vocab_size());
-  next_ = sampler_.Next(logits, known, read, result_.tokens);
+  next_ = sampler_.Next(logits, known, read, result_.tokens, grammar_.get());
   if (options_.log_probabilities) next_log_probability_ = LogProbability(logits, next_);
 }
 
@@ -80,10 +123,12 @@ std::optional<StopReason> Answer::TakeToken(int32_t length) {
   if (is_one_of(options_.stop_tokens)) return StopReason::kStopToken;
   const auto max_tokens = static_cast<size_t>(std::max(0, options_.max_tokens));
   if (result_.tokens.size() >= max_tokens) return StopReason::kMaxTokens;
+  if (grammar_ != nullptr) grammar_->Accept(next_);
   result_.tokens.push_back(next_);
   if (options_.log_probabilities) result_.log_probabilities.push_back(std::move(next_log_probability_));
   Emit(stops_.Next(decoder_.Next(next_)));
   if (stops_.stopped()) return StopReason::kStopString;
+  if (grammar_ != nullptr && grammar_->MustEnd()) return StopReason::kEndOfText;
   if (options_.stop_loops && repetition_.Next(result_.tokens)) return StopReason::kLoop;
   if (length >= engine_.plan().context) return StopReason::kContextFull;
   // The last token that is asked for need not be read.

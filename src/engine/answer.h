@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -15,6 +16,7 @@
 #include "engine/repetition_watch.h"
 #include "engine/sampler.h"
 #include "engine/stop_strings.h"
+#include "grammar/matcher.h"
 
 namespace phsa {
 
@@ -34,6 +36,8 @@ struct GenerateOptions {
   bool stop_loops = false;                   // end an answer that only repeats itself (RepetitionWatch)
   std::optional<int32_t> log_probabilities;  // of the answer's tokens, with this many of the likeliest ones
   bool prompt_log_probabilities = false;     // and of the prompt's, from the second on: all of it is read
+  // What the text must be; none: anything. It ends when it is whole; what else ends an answer may cut it short.
+  std::shared_ptr<const Grammar> grammar = nullptr;
 };
 
 enum class StopReason : uint8_t { kEndOfText, kStopString, kStopToken, kMaxTokens, kContextFull, kInterrupted, kLoop };
@@ -57,6 +61,7 @@ class Answer {
  public:
   // `text`: called with the text as it comes; may be empty. Throws phsa::Error where the options are wrong.
   Answer(const Engine& engine, const GenerateOptions& options, std::function<void(std::string_view)> text);
+  ~Answer();
 
   // Chooses the next token. logits: of the last token that was read; `read`: all of them, prompt and answer.
   void Choose(const LogitsRow& logits, std::span<const int32_t> read);
@@ -82,6 +87,8 @@ class Answer {
   StreamDecoder decoder_;
   StopStrings stops_;
   RepetitionWatch repetition_;
+  class GrammarFilter;
+  std::unique_ptr<GrammarFilter> grammar_;  // none: the text may be anything
   int32_t next_ = -1;
   TokenLogProbability next_log_probability_;
   GenerateResult result_;

@@ -173,6 +173,21 @@ void Engine::CheckTokens(std::span<const int32_t> tokens, const std::string& tex
   }
 }
 
+std::shared_ptr<const TokenTrie> Engine::token_trie() const {
+  const std::lock_guard lock(trie_mutex_);
+  if (trie_ == nullptr) {
+    std::vector<std::string> bytes(static_cast<size_t>(std::min(config().vocab_size, tokenizer_.vocab_size())));
+    for (size_t i = 0; i < bytes.size(); ++i) {
+      const auto id = static_cast<int32_t>(i);
+      if (std::ranges::find(config().eos_ids, id) != config().eos_ids.end()) continue;
+      bytes[i] = tokenizer_.TokenBytes(id);
+      if (tokenizer_.IsSpecial(id)) bytes[i].insert(bytes[i].begin(), kControlByte);
+    }
+    trie_ = std::make_shared<const TokenTrie>(bytes);
+  }
+  return trie_;
+}
+
 const char* Engine::TooLongAdvice() const {
   return plan_.context < config().context ? "ask for a larger context (-c)" : "give a shorter text";
 }

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -13,6 +14,7 @@
 
 #include "engine/device_choice.h"
 #include "engine/memory_plan.h"
+#include "grammar/token_trie.h"
 #include "io/model_source.h"
 #include "model/decoder.h"
 #include "model/kv_file.h"
@@ -59,6 +61,9 @@ class Engine {
   ThreadPool& threads() { return threads_; }
   // Throws phsa::Error where one of the tokens is not in the model's vocabulary; `text` says whose they are.
   void CheckTokens(std::span<const int32_t> tokens, const std::string& text) const;
+  // What grammars know of the tokenizer: control tokens by their text (grammar/token_trie.h), those that end a text not
+  // at all. Made when it is first asked for. Any thread may call it.
+  std::shared_ptr<const TokenTrie> token_trie() const;
   const char* TooLongAdvice() const;  // what to do about a text that the context does not hold
 
   // Reads the weights. False where `progress` asked to stop. Before this, decoder(), cache() and device_name() are not
@@ -104,6 +109,8 @@ class Engine {
   std::unique_ptr<ModelBackend> backend_;
   std::unique_ptr<KvCache> cache_;
   std::unique_ptr<Decoder> decoder_;
+  mutable std::mutex trie_mutex_;
+  mutable std::shared_ptr<const TokenTrie> trie_;
 };
 
 }  // namespace phsa

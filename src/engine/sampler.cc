@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <map>
 
 #include "base/errors.h"
@@ -36,11 +37,46 @@ void ThrowNoFiniteLogits() {
 
 Sampler::Sampler(const SamplerSettings& settings) : settings_(settings), random_(settings.seed) { Validate(settings); }
 
+std::vector<TokenLogit> Sampler::Allowed(const LogitsRow& logits, size_t count, int32_t known, TokenFilter& filter) {
+  // Mostly the model wants what it may, and then nobody needs to know of the whole vocabulary.
+  constexpr size_t kTried = 64;
+  if (count <= kTried) {
+    std::vector<TokenLogit> best = logits.Top(count == 1 ? kTried / 8 : kTried, known);
+    std::erase_if(best, [&](const TokenLogit& one) { return !filter.Allows(one.token); });
+    if (best.size() >= count) {
+      best.resize(count);
+      return best;
+    }
+  }
+  const std::span<const uint64_t> mask = filter.Mask();
+  std::span<const float> all = logits.All();
+  all = all.first(std::min(all.size(), static_cast<size_t>(known)));
+  masked_.assign(all.begin(), all.end());
+  constexpr float kNever = -std::numeric_limits<float>::infinity();
+  for (size_t i = 0; i < masked_.size(); i += 64) {
+    const uint64_t word = i / 64 < mask.size() ? mask[i / 64] : 0;
+    const size_t end = std::min(masked_.size() - i, size_t{64});
+    if (word == 0) {
+      std::fill_n(masked_.begin() + static_cast<std::ptrdiff_t>(i), end, kNever);
+    } else if (~word != 0) {
+      for (size_t k = 0; k < end; ++k) masked_[i + k] = (word >> k & 1) != 0 ? masked_[i + k] : kNever;
+    }
+  }
+  std::vector<TokenLogit> best = HostLogitsRow(masked_).Top(count);
+  std::erase_if(best, [](const TokenLogit& one) { return one.logit == kNever; });
+  if (best.empty()) ThrowNoFiniteLogits();
+  return best;
+}
+
 std::vector<TokenLogit> Sampler::Likeliest(const LogitsRow& logits, size_t count, int32_t known,
-                                           std::span<const int32_t> seen, std::span<const int32_t> answer) {
+                                           std::span<const int32_t> seen, std::span<const int32_t> answer,
+                                           TokenFilter* filter) {
+  const auto top = [&](const LogitsRow& row) {
+    return filter != nullptr ? Allowed(row, count, known, *filter) : row.Top(count, known);
+  };
   const bool repetition = settings_.repetition_penalty != 1;
   const bool counted = settings_.frequency_penalty != 0 || settings_.presence_penalty != 0;
-  if (!repetition && !counted && settings_.logit_bias.empty()) return logits.Top(count, known);
+  if (!repetition && !counted && settings_.logit_bias.empty()) return top(logits);
   std::span<const float> all = logits.All();
   all = all.first(std::min(all.size(), static_cast<size_t>(known)));
   logits_.assign(all.begin(), all.end());
@@ -68,15 +104,15 @@ std::vector<TokenLogit> Sampler::Likeliest(const LogitsRow& logits, size_t count
           settings_.frequency_penalty * static_cast<float>(times) + settings_.presence_penalty;
     }
   }
-  return HostLogitsRow(logits_).Top(count);
+  return top(HostLogitsRow(logits_));
 }
 
 int32_t Sampler::Next(const LogitsRow& logits, int32_t known, std::span<const int32_t> seen,
-                      std::span<const int32_t> answer) {
+                      std::span<const int32_t> answer, TokenFilter* filter) {
   PHSA_CHECK(known > 0);
   const bool greedy = settings_.temperature == 0 || settings_.top_k == 1;
   const auto count = static_cast<size_t>(greedy ? 1 : settings_.top_k > 0 ? settings_.top_k : known);
-  std::vector<TokenLogit> candidates = Likeliest(logits, count, known, seen, answer);
+  std::vector<TokenLogit> candidates = Likeliest(logits, count, known, seen, answer, filter);
   const TokenLogit best = candidates.front();
   if (!std::isfinite(best.logit)) ThrowNoFiniteLogits();
   if (greedy) return best.token;
