@@ -27,7 +27,7 @@ using Clock = std::chrono::steady_clock;
 
 struct Options {
   std::vector<int> lengths = {4096, 8192, 16384, 32768, 65536};
-  int q_heads = 16, kv_heads = 8, dim = 128, top_k = 16, init = 128, local = 512, parts = 1, survivors = 64;
+  int q_heads = 16, kv_heads = 8, dim = 128, top_k = 16, init = 128, local = 512, parts = 1, survivors = 0;
   int threads = 0, repeat = 3;
   float lambda = 0.9f;
   std::vector<std::string> dtypes = {"f32", "bf16"}, policies = {"dense", "phsa"};
@@ -43,7 +43,7 @@ std::vector<std::string> Split(const std::string& text) {
 
 constexpr const char* kOptions =
     "bench_attention [--lengths 4096,8192] [--heads 16/8] [--dim 128] [--dtype f32,bf16] [--top-k 16] [--init 128]\n"
-    "                [--local 512] [--parts 1] [--survivors 64] [--lambda 0.9] [--policies dense,phsa] [--threads N] "
+    "                [--local 512] [--parts 1] [--survivors 0] [--lambda 0.9] [--policies dense,phsa] [--threads N] "
     "[--repeat 3] [--backward 0|1]\n"
     "                [--decode 0|1] [--json]\n";
 

@@ -246,7 +246,7 @@ TEST(SettingsJson, PunctuationMayBeAListOfIds) {
 TEST(SettingsJson, NumbersAreWrittenAsPeopleWriteThem) {
   EXPECT_EQ(SettingsToJson(Settings{}),
             R"({"attention":"phsa","block_size":16,"init_tokens":128,"local_tokens":512,"top_k":16,"lambda":0.9,)"
-            R"("group_reduce":"sum","dense_below":0,"parts":1,"survivors":64,"punctuation":"en+zh"})");
+            R"("group_reduce":"sum","dense_below":0,"parts":1,"survivors":0,"punctuation":"en+zh"})");
 }
 
 TEST(SettingsJson, MistakesAreNamedWithKeyValueAndAllowedValues) {

@@ -42,7 +42,7 @@ struct Settings {
   // phsa and infllm2: representatives per block, and how many blocks the coarse level (one representative a block)
   // leaves for them; 0: all. The others have one.
   int32_t parts = 1;
-  int32_t survivors = 64;
+  int32_t survivors = 0;
   std::vector<float> head_lambda;     // empty, or one per KV head in place of `lambda`
   std::string punctuation = "en+zh";  // a named set, or a file
 

@@ -849,7 +849,7 @@ def _make_settings(
     dense_below: int,
     head_lambda: Sequence[float] | None,
     parts: int = 1,
-    survivors: int = 64,
+    survivors: int = 0,
 ) -> Settings:
     lams = lam if head_lambda is None else head_lambda
     return Settings(
@@ -886,7 +886,7 @@ def phsa_attention(
     scale: float | None = None,
     dense_below: int = 0,
     parts: int = 1,
-    survivors: int = 64,
+    survivors: int = 0,
     return_selection: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, ...]:
@@ -984,7 +984,7 @@ def select(
     scale: float | None = None,
     dense_below: int = 0,
     parts: int = 1,
-    survivors: int = 64,
+    survivors: int = 0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The selection alone: the chosen blocks and their scores, arguments as in phsa_attention, no gradient.

@@ -81,7 +81,7 @@ class Settings:
     dense_below: int = 0
     punctuation: str | tuple[int, ...] = "en+zh"
     parts: int = 1
-    survivors: int = 64
+    survivors: int = 0
 
     def __post_init__(self) -> None:
         for name in _JSON_NAMES:

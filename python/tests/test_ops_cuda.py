@@ -97,7 +97,7 @@ def plan(
     library.phsa_plan_workspace_size.restype = ctypes.c_size_t
     library.phsa_plan_workspace_size.argtypes = [ctypes.c_void_p]
     library.phsa_plan_destroy.argtypes = [ctypes.c_void_p]
-    settings = _CSettings(ctypes.sizeof(_CSettings), 1, 16, 128, 512, 16, 0.9, parts=1, survivors=64)
+    settings = _CSettings(ctypes.sizeof(_CSettings), 1, 16, 128, 512, 16, 0.9, parts=1, survivors=0)
     lens = (ctypes.c_int32 * 1)(tokens)
     desc = _CPlanDesc(
         struct_size or ctypes.sizeof(_CPlanDesc), ctypes.pointer(settings), dtype, 16, 8, head_dim, 1,

@@ -12,11 +12,8 @@ namespace phsa {
 
 std::string PartsInWords(const Settings& settings) {
   if (settings.parts == 1 || !HasMeans(settings.policy)) return "";
-  const bool usual = settings.survivors == Settings{}.survivors;
   return fmt::format(", {} parts{}", settings.parts,
-                     usual                     ? std::string()
-                     : settings.survivors == 0 ? std::string(" of all blocks")
-                                               : fmt::format(" of {} blocks", settings.survivors));
+                     settings.survivors == 0 ? "" : fmt::format(" of {} blocks", settings.survivors));
 }
 
 std::string SettingsInWords(const LayerSettings& settings) {

@@ -381,9 +381,9 @@ void ScoreParts(const Call& call, const Tile& tile, const TileScratch& scratch, 
 }
 
 // The `count` best of a chooser's survivors by their parts, for the heads in rows [row, row + heads). Returns the
-// scores of what is listed, by place in the list.
-const float* ChooseByParts(const Call& call, const TileScratch& scratch, const Candidates& blocks, int32_t chooser,
-                           int32_t row, int32_t heads, int32_t count, int32_t* out) {
+// scores of what is listed, by place in the list. `rows`: of all that were scored together, before or after this one.
+const float* ChooseByParts(const Call& call, const Tile& tile, const TileScratch& scratch, const Candidates& blocks,
+                           int32_t chooser, int32_t row, int32_t rows, int32_t heads, int32_t count, int32_t* out) {
   const PlanImpl& plan = call.plan;
   const int32_t parts = plan.parts;
   const int32_t* survivors = scratch.survivors + int64_t{chooser} * call.shape.survivors;
@@ -394,9 +394,15 @@ const float* ChooseByParts(const Call& call, const TileScratch& scratch, const C
   for (int32_t j = 0; j < num_survivors; ++j) scratch.fine_blocks[n++] = survivors[j];
   for (int32_t t = blocks.last; t < blocks.b; ++t) scratch.fine_blocks[n++] = t;
 
+  // Where every block is scored, its parts stand in their order already; a row's scores are wanted raw only once.
+  const bool all = n == blocks.b;
   const auto gather = [&] {
     for (int32_t h = 0; h < heads; ++h) {
-      const float* from = scratch.part_scores + int64_t{row + h} * call.shape.part_columns;
+      float* from = scratch.part_scores + int64_t{row + h} * call.shape.part_columns;
+      if (all) {
+        scratch.fine_ptrs[h] = from;
+        continue;
+      }
       float* to = scratch.fine_ptrs[h] = scratch.fine_scores + h * scratch.fine_stride;
       for (int32_t i = 0; i < n; ++i) {
         std::memcpy(to + i * parts, from + scratch.part_columns[scratch.fine_blocks[i]], sizeof(float) * parts);
@@ -419,6 +425,7 @@ const float* ChooseByParts(const Call& call, const TileScratch& scratch, const C
   if (num_survivors > count) {
     call.kernels.top_k(values, first, first + num_survivors, count, scratch.candidates, out);
     if (Least(values, out, count) < kLeastScore) {
+      if (all) ScoreParts(call, tile, scratch, blocks.b, rows);
       gather();
       for (int32_t h = 0; h < heads; ++h) {
         float* s = scratch.fine_ptrs[h];
@@ -487,7 +494,8 @@ void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratc
       const int32_t row = (query - begin) * plan.group + unit * heads;
       const float* scores = nullptr;
       if (score && plan.parts > 1) {
-        scores = ChooseByParts(call, scratch, blocks, (query - begin) * shape.units + unit, row, heads, count, out);
+        scores = ChooseByParts(call, tile, scratch, blocks, (query - begin) * shape.units + unit, row, rows, heads,
+                               count, out);
       } else if (score) {
         scores = ChooseByReps(call, tile, scratch, blocks, row, heads, count, out);
       }
