@@ -8,6 +8,7 @@
 
 #include "failing_backend.h"
 #include "fake_engine.h"
+#include "grammar/matcher.h"
 #include "io/json.h"
 #include "other_device.h"
 #include "refusal.h"
@@ -114,7 +115,21 @@ TEST_F(Api, AWrongFieldIsNamed) {
   EXPECT_EQ(Refused(ParseCompletion, "{}"), "prompt");
   EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": [101]})"), "prompt");
   EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "temperature": -1})"), "temperature");
-  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "logit_bias": {"5": 1}})"), "logit_bias");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "logit_bias": {"5": "x"}})"), "logit_bias.5");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "logit_bias": {"101": 1}})"), "logit_bias");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "logit_bias": {"05": 1}})"), "logit_bias");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "logit_bias": [1]})"), "logit_bias");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "presence_penalty": 2.5})"), "presence_penalty");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "grammar": "root ::= x"})"), "grammar");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "response_format": {"type": "xml"}})"), "response_format.type");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "response_format": {"type": "json_schema"}})"),
+            "response_format");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "response_format": {"type": "json_schema", "json_schema":
+      {"name": "x", "schema": {"type": "strin"}}}})"),
+            "response_format");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "grammar": "root ::= [a]", "response_format":
+      {"type": "json_object"}})"),
+            "grammar");
   EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "stream_options": {"include_usage": 1}})"),
             "stream_options.include_usage");
   EXPECT_EQ(Refused(ParseChat, R"({"messages": [{"role": "user", "content": "a"}, {"role": "x"}]})"),
@@ -125,6 +140,32 @@ TEST_F(Api, AWrongFieldIsNamed) {
   EXPECT_EQ(Refused(ParseDetokenize, R"({"tokens": "a"})"), "tokens");
   EXPECT_EQ(Refused(ParseApplyTemplate, R"({"messages": 1})"), "messages");
   EXPECT_EQ(Refused(ParseCompletion, "[]"), "");
+}
+
+TEST_F(Api, ASchemaHasItsPropertiesInTheOrderOfTheBodyAndIsCompiledOnce) {
+  const auto parse = [&](const std::string& body) { return ParseCompletion(body, model).options.grammar; };
+  const std::string body = R"({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema":
+      {"type": "object", "properties": {"b": {"const": 1}, "a": {"const": 2}}, "required": ["a", "b"]}}}, "x": {"y": 1}})";
+  const auto grammar = parse(body);
+  ASSERT_NE(grammar, nullptr);
+  EXPECT_EQ(parse(body), grammar);
+  std::vector<std::string> tokens;
+  for (int byte = 0; byte < 128; ++byte) tokens.emplace_back(1, static_cast<char>(byte));
+  GrammarMatcher matcher(grammar, std::make_shared<const TokenTrie>(tokens));
+  for (const char c : std::string(R"({"b":1,"a":2})")) ASSERT_TRUE(matcher.Accept(c)) << c;
+  EXPECT_TRUE(matcher.MustEnd());
+  EXPECT_NE(parse(R"({"prompt": "a", "response_format": {"type": "json_object"}})"), nullptr);
+  EXPECT_EQ(parse(R"({"prompt": "a", "response_format": {"type": "text"}})"), nullptr);
+  EXPECT_NE(parse(R"({"prompt": "a", "grammar": "root ::= [a-z]+"})"), nullptr);
+}
+
+TEST_F(Api, PenaltiesAndBiasesAreTheSamplers) {
+  const GenerationRequest request = ParseCompletion(
+      R"({"prompt": "a", "frequency_penalty": 0.5, "presence_penalty": -1, "logit_bias": {"7": -100, "0": 1.5}})",
+      model);
+  EXPECT_EQ(request.options.sampler.frequency_penalty, 0.5f);
+  EXPECT_EQ(request.options.sampler.presence_penalty, -1.0f);
+  EXPECT_EQ(request.options.sampler.logit_bias, (std::vector<std::pair<int32_t, float>>{{0, 1.5f}, {7, -100.0f}}));
 }
 
 TEST_F(Api, APromptThatFillsTheContextIsRefusedWithBothNumbers) {

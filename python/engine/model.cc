@@ -235,6 +235,7 @@ GenerateOptions Model::Options(const GenerateChoice& choice) const {
   options.stop_tokens = choice.stop_tokens;
   options.ignore_eos = choice.ignore_eos;
   options.log_probabilities = choice.log_probabilities;
+  options.grammar = choice.grammar;
   return options;
 }
 

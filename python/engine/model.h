@@ -21,6 +21,7 @@
 #include "engine/scheduler.h"
 #include "engine/scorer.h"
 #include "eval/inspect.h"
+#include "grammar/grammar_cache.h"
 #include "outside_python.h"
 #include "tokenizer/chat_template.h"
 
@@ -36,6 +37,7 @@ struct GenerateChoice {
   bool ignore_eos = false;
   std::optional<int32_t> log_probabilities;  // with this many of the likeliest tokens
   std::optional<std::string> adapter;        // the folder of the one to use; empty: none; unset: SetAdapter's
+  std::shared_ptr<const Grammar> grammar;    // none: any text
 };
 
 class Model {

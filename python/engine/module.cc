@@ -12,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "base/errors.h"
 #include "eval/inspect_html.h"
 #include "eval/inspect_report.h"
 #include "io/model_store.h"
@@ -133,6 +134,16 @@ nb::typed<nb::dict, nb::str, nb::int_> MemoryBytes(const Model& model) {
   return bytes;
 }
 
+// The same text is compiled once, and what was worked out for one call is there for the next.
+std::shared_ptr<const Grammar> AskedGrammar(const std::optional<std::string>& grammar,
+                                            const std::optional<std::string>& schema) {
+  static GrammarCache cache;
+  if (grammar && schema) ThrowInvalid("grammar and json_schema are both there; give one");
+  if (grammar) return cache.Get("gbnf " + *grammar, [&] { return CompileGbnf(*grammar, "grammar"); });
+  if (schema) return cache.Get("schema " + *schema, [&] { return CompileJsonSchema(*schema, "json_schema"); });
+  return nullptr;
+}
+
 void BindChoices(nb::module_& m) {
   nb::class_<AttentionChoice>(m, "AttentionChoice")
       .def(
@@ -164,17 +175,20 @@ void BindChoices(nb::module_& m) {
              std::optional<float> top_p, std::optional<float> min_p, std::optional<float> repetition_penalty,
              float frequency_penalty, float presence_penalty, std::vector<std::pair<int32_t, float>> logit_bias,
              std::optional<uint64_t> seed, std::vector<std::string> stop, std::vector<int32_t> stop_tokens,
-             bool ignore_eos, std::optional<int32_t> logprobs, std::optional<std::string> adapter) {
+             bool ignore_eos, std::optional<int32_t> logprobs, std::optional<std::string> adapter,
+             const std::optional<std::string>& grammar, const std::optional<std::string>& json_schema) {
             SamplingChoice sampling{temperature, top_p, min_p, repetition_penalty, top_k, seed};
             sampling.frequency_penalty = frequency_penalty;
             sampling.presence_penalty = presence_penalty;
             sampling.logit_bias = std::move(logit_bias);
-            new (self) GenerateChoice{std::move(sampling), max_tokens, std::move(stop),   std::move(stop_tokens),
-                                      ignore_eos,          logprobs,   std::move(adapter)};
+            new (self)
+                GenerateChoice{std::move(sampling), max_tokens, std::move(stop),    std::move(stop_tokens),
+                               ignore_eos,          logprobs,   std::move(adapter), AskedGrammar(grammar, json_schema)};
           },
           nb::kw_only(), "max_tokens"_a, "temperature"_a.none(), "top_k"_a.none(), "top_p"_a.none(), "min_p"_a.none(),
           "repetition_penalty"_a.none(), "frequency_penalty"_a, "presence_penalty"_a, "logit_bias"_a, "seed"_a.none(),
-          "stop"_a, "stop_tokens"_a, "ignore_eos"_a, "logprobs"_a.none(), "adapter"_a.none());
+          "stop"_a, "stop_tokens"_a, "ignore_eos"_a, "logprobs"_a.none(), "adapter"_a.none(), "grammar"_a.none(),
+          "json_schema"_a.none());
 }
 
 void BindResults(nb::module_& m) {

@@ -44,6 +44,8 @@ class GenerateChoice:
         ignore_eos: bool,
         logprobs: int | None,
         adapter: str | None,
+        grammar: str | None,
+        json_schema: str | None,
     ) -> None: ...
 
 class Result:

@@ -65,6 +65,8 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     logprobs: int | None
     adapter: str | os.PathLike[str] | None
+    grammar: str | None
+    json_schema: Mapping[str, Any] | str | None
     max_batch: int
 
 
@@ -406,9 +408,11 @@ class LLM:
         A prompt is a text, in which control tokens are recognised, or ids. The options are ``max_tokens`` (512); for
         sampling ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``frequency_penalty``,
         ``presence_penalty``, ``logit_bias`` and ``seed``; ``stop``, ``stop_token_ids`` and ``ignore_eos``;
-        ``logprobs``, ``adapter`` and ``max_batch``. What is not given of the sampling is what the model recommends;
-        ``temperature=0`` always takes the most likely token. With ``seed``, a number or one for each prompt, a prompt
-        gets the same answer every time; its ``n`` answers have seeds that count up from it.
+        ``logprobs``, ``adapter`` and ``max_batch``; ``grammar`` (GBNF) or ``json_schema`` (a dict or its text), which
+        the answer then follows, unless ``max_tokens`` or a ``stop`` cuts it short. What is not given of the sampling
+        is what the model recommends; ``temperature=0`` always takes the most likely token. With ``seed``, a number or
+        one for each prompt, a prompt gets the same answer every time; its ``n`` answers have seeds that count up from
+        it.
         """
         one = _is_one_prompt(prompt)
         each = [prompt] if one else prompt
@@ -668,6 +672,10 @@ def _text(name: str, value: object) -> str:
     return value
 
 
+def _schema_text(schema: object) -> str:
+    return json.dumps(dict(schema)) if isinstance(schema, Mapping) else _text("json_schema", schema)
+
+
 def _whole(name: str, value: object, least: int = 0, most: int = _INT32) -> int:
     try:
         number = operator.index(value)  # type: ignore[arg-type]
@@ -802,6 +810,8 @@ def _generate_choice(
     ignore_eos: bool = False,
     logprobs: int | None = None,
     adapter: str | None = None,
+    grammar: str | None = None,
+    json_schema: Mapping[str, Any] | str | None = None,
     max_batch: int = 8,
 ) -> _engine.GenerateChoice:
     return _library.load_engine().GenerateChoice(
@@ -823,4 +833,6 @@ def _generate_choice(
         ignore_eos=bool(ignore_eos),
         logprobs=_maybe_whole("logprobs", logprobs),
         adapter=adapter,
+        grammar=None if grammar is None else _text("grammar", grammar),
+        json_schema=None if json_schema is None else _schema_text(json_schema),
     )

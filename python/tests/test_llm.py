@@ -8,6 +8,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -342,6 +343,58 @@ def test_penalties_and_biases_change_what_is_chosen(llm: phsa.LLM) -> None:
     assert len(set(varied)) > len(set(alike)) and varied[0] == alike[0] == first
 
 
+def test_choices_follow_the_formula_of_penalties_and_biases(folder: Path) -> None:
+    llm = phsa.LLM(folder, device="cpu", weights="f32", kv_type="f32")
+    rng = np.random.default_rng(3)
+    for _ in range(4):
+        frequency, presence, repetition = rng.uniform(-2, 2), rng.uniform(-2, 2), rng.uniform(0.7, 1.6)
+        bias = {int(token): float(rng.uniform(-4, 4)) for token in rng.choice(300, 40, replace=False)}
+        prompt = llm.tokenize(TEXT[:120])
+        answer = llm.generate(
+            prompt,
+            max_tokens=24,
+            frequency_penalty=frequency,
+            presence_penalty=presence,
+            repetition_penalty=repetition,
+            logit_bias=bias,
+            ignore_eos=True,
+            temperature=0,
+        )
+        text = np.concatenate([np.asarray(prompt), answer.tokens])
+        logits = llm.logits(text)
+        for i, chosen in enumerate(answer.tokens):
+            row = logits[len(prompt) - 1 + i].astype(np.float64)
+            for token, value in bias.items():
+                row[token] += value
+            for token in set(text[: len(prompt) + i].tolist()):
+                row[token] = row[token] / repetition if row[token] > 0 else row[token] * repetition
+            for token in set(answer.tokens[:i].tolist()):
+                row[token] -= frequency * int((answer.tokens[:i] == token).sum()) + presence
+            assert row[chosen] >= row.max() - 1e-3
+
+
+def test_an_answer_follows_its_grammar_or_schema(llm: phsa.LLM) -> None:
+    grammar = 'root ::= word (", " word){1,3} "."\nword ::= [a-d]{2,4}'
+    for answer in llm.generate(["One", TEXT[:99]], n=3, seed=1, temperature=2, grammar=grammar, max_tokens=60):
+        for each in answer:
+            assert each.reason == "end_of_text"
+            assert re.fullmatch(r"[a-d]{2,4}(, [a-d]{2,4}){1,3}\.", each.text)
+    schema = {
+        "type": "object",
+        "properties": {"z": {"type": "integer"}, "a": {"enum": ["x", "y"]}, "l": {"type": "array", "maxItems": 2}},
+        "required": ["z", "a"],
+        "additionalProperties": False,
+    }
+    for given in (schema, json.dumps(schema)):
+        answer = llm.generate("Say it in JSON:", json_schema=given, seed=4, temperature=1, max_tokens=800)
+        read = json.loads(answer.text) if answer.reason == "end_of_text" else None
+        assert read is None or (list(read)[:2] == ["z", "a"] and read["a"] in ("x", "y"))
+    pieces = llm.stream(TEXT[:50], grammar=grammar, **GREEDY)
+    assert re.fullmatch(r"[a-d]{2,4}(, [a-d]{2,4}){1,3}\.", "".join(pieces))
+    both = llm.generate("x", grammar='root ::= "abc"', logprobs=1, **GREEDY)
+    assert both.text == "abc" and both.logprobs is not None and len(both.logprobs) == len(both.tokens)
+
+
 def test_numpy_numbers_are_taken_everywhere(folder: Path) -> None:
     numbers = {"top_k": np.int64(2), "lam": np.float32(0.75), "init": np.int32(16), "local": np.uint16(32)}
     llm = phsa.LLM(folder, attention="phsa", context=np.int64(256), threads=np.int8(1), **numbers)
@@ -515,6 +568,11 @@ WRONG: list[tuple[type[Exception], list[str], Callable[[phsa.LLM], object]]] = [
     (TypeError, ["stop_token_ids"], lambda llm: llm.generate("x", stop_token_ids=["a"])),
     (ValueError, ["frequency_penalty", "3"], lambda llm: llm.generate("x", frequency_penalty=3)),
     (ValueError, ["presence_penalty", "-3"], lambda llm: asyncio.run(first(llm.astream("x", presence_penalty=-3)))),
+    (ValueError, ["grammar", "no rule root"], lambda llm: llm.generate("x", grammar="a ::= b")),
+    (ValueError, ["json_schema", "#/not"], lambda llm: llm.generate("x", json_schema={"not": {}})),
+    (ValueError, ["json_schema", "valid JSON"], lambda llm: llm.stream("x", json_schema="{")),
+    (ValueError, ["both"], lambda llm: llm.generate("x", json_schema={}, grammar='root ::= "x"')),
+    (TypeError, ["grammar", "int"], lambda llm: llm.generate("x", grammar=5)),
     (ValueError, ["logprobs", "-1"], lambda llm: llm.generate("x", logprobs=-1)),
     (TypeError, ["unexpected"], lambda llm: llm.astream("x", temp=0)),
     (ValueError, ["no-such"], lambda llm: llm.generate("x", adapter="no-such")),

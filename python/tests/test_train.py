@@ -468,13 +468,6 @@ def test_a_chat_is_trained_with_settings_by_layer_and_reported(folder, tmp_path,
         train(path, 'report_to=["tensorboard"]')
 
 
-def test_the_first_line_says_the_attention_in_use_also_where_nobody_set_it(folder, tmp_path, capsys):
-    path = configure(folder, tmp_path / "run")
-    path.write_text(path.read_text().replace("top_k = 2\n", ""))
-    loop.Run(read(path), device=CPU).close()
-    assert "phsa K=2: " in capsys.readouterr().err
-
-
 def test_tensorboard_has_the_numbers_of_the_tables_also_after_a_stop(folder, tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: its files are not read back")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -11,6 +11,7 @@
 #include "cli/terminal.h"
 #include "engine/attention_choice.h"
 #include "eval/query_blocks.h"
+#include "grammar/grammar.h"
 #include "io/model_store.h"
 #include "tokenizer/utf8_scan.h"
 
@@ -20,6 +21,7 @@ namespace {
 // Texts are read whole; nobody's context holds this many bytes.
 constexpr size_t kMaxTextBytes = size_t{1} << 30;
 constexpr int32_t kMaxTokenCount = 1 << 28;
+constexpr size_t kMaxGrammarBytes = size_t{1} << 20;
 
 }  // namespace
 
@@ -163,6 +165,12 @@ void AddSamplingFlags(CLI::App& command, SamplingFlags& flags) {
                 fmt::format("go on where the answer repeats the same tokens {} times over; without, it ends there",
                             RepetitionWatch::kTimes))
       ->group(group);
+  CLI::Option* const grammar =
+      command.add_option("--grammar", flags.grammar_file, "the answer follows this file's grammar (GBNF)")
+          ->group(group);
+  command.add_option("--json-schema", flags.schema_file, "the answer is JSON that fulfils this file's schema")
+      ->group(group)
+      ->excludes(grammar);
 }
 
 GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& config) {
@@ -172,6 +180,11 @@ GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& c
   options.stops = flags.stops;
   options.ignore_eos = flags.ignore_eos;
   options.stop_loops = !flags.allow_loops && !flags.ignore_eos;
+  if (!flags.grammar_file.empty()) {
+    options.grammar = CompileGbnf(ReadTextFile(flags.grammar_file, kMaxGrammarBytes), flags.grammar_file);
+  } else if (!flags.schema_file.empty()) {
+    options.grammar = CompileJsonSchema(ReadTextFile(flags.schema_file, kMaxGrammarBytes), flags.schema_file);
+  }
   return options;
 }
 

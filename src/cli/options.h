@@ -53,6 +53,7 @@ struct SamplingFlags : SamplingChoice {
   int32_t max_tokens = 512;  // -1: until the end token or a full context
   std::vector<std::string> stops;
   bool ignore_eos = false, allow_loops = false;
+  std::string grammar_file, schema_file;
 };
 void AddSamplingFlags(CLI::App& command, SamplingFlags& flags);
 // Says so where an answer was ended because it repeated itself.

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
+#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "base/errors.h"
@@ -216,6 +218,78 @@ void FillIn(const Fields& fields, const std::string& suffix, const ServedModel& 
   }
 }
 
+std::vector<std::pair<int32_t, float>> LogitBias(const Fields& fields, const ServedModel& model) {
+  static constexpr const char* kKey = "logit_bias";
+  std::vector<std::pair<int32_t, float>> biases;
+  const std::optional<Fields> object = fields.Object(kKey);
+  if (!object) return biases;
+  const int32_t vocab = model.engine.tokenizer().vocab_size();
+  if (object->object().size() > kMaxLogitBias) {
+    fields.Refuse(kKey, fmt::format(" has {} tokens; allowed: at most {}", object->object().size(), kMaxLogitBias));
+  }
+  for (const auto& [key, value] : object->object().items()) {
+    int32_t token = -1;
+    const auto [end, error] = std::from_chars(key.data(), key.data() + key.size(), token);
+    const bool whole = error == std::errc() && end == key.data() + key.size() && std::to_string(token) == key;
+    if (!whole || token < 0 || token >= vocab) {
+      fields.Refuse(kKey, fmt::format(" has the token {}; the model's are 0 to {}", Quoted(key), vocab - 1));
+    }
+    biases.emplace_back(token, object->Float(key.c_str(), -100, 100).value_or(0));
+  }
+  return biases;
+}
+
+// The schema of `response_format` with its properties in the order in which the client wrote them, which Json loses.
+OrderedJson OrderedSchema(std::string_view body) {
+  const auto only_format = [](int depth, OrderedJson::parse_event_t event, OrderedJson& parsed) {
+    return depth != 1 || event != OrderedJson::parse_event_t::key || parsed == "response_format";
+  };
+  // The keys of an object are found one by one here: they are counted before, in an object whose order is lost.
+  return OrderedJson::parse(body.begin(), body.end(), only_format)["response_format"]["json_schema"]["schema"];
+}
+
+void CheckKeys(const Fields& fields, const Json& value) {
+  static constexpr size_t kMaxKeys = 1000;
+  if (value.is_object() && value.size() > kMaxKeys) {
+    fields.Refuse("response_format", fmt::format(" has an object of {} keys; allowed: {}", value.size(), kMaxKeys));
+  }
+  if (value.is_structured()) {
+    for (const Json& inner : value) CheckKeys(fields, inner);  // as deep as the parser lets it be
+  }
+}
+
+// What response_format or grammar asks for; none: any text.
+std::shared_ptr<const Grammar> AskedGrammar(const Fields& fields, std::string_view body, const ServedModel& model) {
+  static constexpr const char *kFormat = "response_format", *kGrammar = "grammar";
+  std::shared_ptr<const Grammar> grammar;
+  if (const std::optional<Fields> format = fields.Object(kFormat)) {
+    const std::string type = format->String("type").value_or("");
+    if (type == "json_object") {
+      grammar = model.grammars->Get("json_object", [] { return CompileJsonObject(); });
+    } else if (type == "json_schema") {
+      const std::optional<Fields> described = format->Object("json_schema");
+      if (!described || described->Find("schema") == nullptr) {
+        fields.Refuse(kFormat, " has no json_schema with a schema; give both");
+      }
+      (void)described->String("name");
+      (void)described->Bool("strict", true);
+      CheckKeys(fields, *format->Find("json_schema"));
+      const OrderedJson schema = OrderedSchema(body);
+      grammar = fields.Named(kFormat, [&] {
+        return model.grammars->Get("schema " + schema.dump(), [&] { return CompileJsonSchema(schema, kFormat); });
+      });
+    } else if (type != "text") {
+      const std::string given = format->Find("type") != nullptr ? JsonText(*format->Find("type")) : "missing";
+      fields.Refuse("response_format.type", fmt::format(" is {}; allowed: text, json_object, json_schema", given));
+    }
+  }
+  const std::optional<std::string> text = fields.String(kGrammar);
+  if (!text) return grammar;
+  if (grammar != nullptr) fields.Refuse(kGrammar, " and response_format are both there; give one");
+  return fields.Named(
+      kGrammar, [&] { return model.grammars->Get("gbnf " + *text, [&] { return CompileGbnf(*text, kGrammar); }); });
+}
+
 void CheckAnswers(const Fields& fields, const GenerationRequest& request) {
   const size_t answers = request.prompts.size() * static_cast<size_t>(request.n);
   if (answers > kMaxAnswers) {
@@ -244,9 +318,9 @@ GenerationRequest ReadCommon(const Fields& fields, const ServedModel& model, con
   if (sampling.top_k == -1) sampling.top_k = 0;  // vLLM's word for all
   sampling.repetition_penalty = fields.Float("repetition_penalty", 0.01, 100);
   sampling.seed = Seed(fields);
-  fields.Neutral("frequency_penalty", 0);
-  fields.Neutral("presence_penalty", 0);
-  fields.Neutral("logit_bias", Json::object());
+  sampling.frequency_penalty = fields.Float("frequency_penalty", -2, 2).value_or(0);
+  sampling.presence_penalty = fields.Float("presence_penalty", -2, 2).value_or(0);
+  sampling.logit_bias = LogitBias(fields, model);
   request.options.sampler =
       fields.Named("temperature", [&] { return ResolveSampling(sampling, model.engine.config()); });
   request.attention = Attention(fields, model);
@@ -257,6 +331,7 @@ GenerationRequest ParseCompletion(std::string_view body, const ServedModel& mode
   const Json json = ParseBody(body);
   const Fields fields(json, "");
   GenerationRequest request = ReadCommon(fields, model);
+  request.options.grammar = AskedGrammar(fields, body, model);
   request.options.max_tokens = fields.Int("max_tokens", 0, kMaxTokens).value_or(kDefaultCompletionTokens);
   request.echo = fields.Bool("echo", false);
   request.options.log_probabilities = fields.Int("logprobs", 0, kMaxTopLogProbabilities);
@@ -276,6 +351,7 @@ GenerationRequest ParseChat(std::string_view body, const ServedModel& model) {
   const Json json = ParseBody(body);
   const Fields fields(json, "");
   GenerationRequest request = ReadCommon(fields, model);
+  request.options.grammar = AskedGrammar(fields, body, model);
   request.chat = true;
   const std::optional<int32_t> tokens = fields.Int("max_tokens", 0, kMaxTokens);
   request.options.max_tokens =
@@ -284,7 +360,6 @@ GenerationRequest ParseChat(std::string_view body, const ServedModel& model) {
   const std::optional<int32_t> top = fields.Int("top_logprobs", 0, kMaxTopLogProbabilities);
   if (log_probabilities) request.options.log_probabilities = top.value_or(0);
   fields.Neutral("functions", Json::array());
-  fields.Neutral("response_format", {{"type", "text"}});
   SetChat(fields, "messages", ReadChatInput(fields, body, model), model, &request);
   CheckAnswers(fields, request);
   return request;

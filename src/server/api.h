@@ -3,6 +3,7 @@
 #define PHSA_SERVER_API_H_
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -12,6 +13,7 @@
 #include "engine/engine.h"
 #include "engine/sampling_choice.h"
 #include "engine/session.h"
+#include "grammar/grammar_cache.h"
 #include "server/tools.h"
 #include "tokenizer/chat_template.h"
 
@@ -21,6 +23,7 @@ namespace phsa::server {
 // take the queue.
 inline constexpr int32_t kMaxAnswers = 128;
 inline constexpr int32_t kMaxTopLogProbabilities = 20;
+inline constexpr size_t kMaxLogitBias = 4096;        // tokens of one request
 inline constexpr int32_t kMaxInspectedTokens = 256;  // of the prompt's end, and of the answer
 
 // The model and what requests may leave unsaid.
@@ -30,6 +33,7 @@ struct ServedModel {
   std::optional<ChatTemplate> chat_template;
   AttentionChoice attention;
   int32_t chat_tokens = 1024;  // of an answer in a chat
+  std::shared_ptr<GrammarCache> grammars = std::make_shared<GrammarCache>();
 };
 
 struct Prompt {

@@ -199,6 +199,35 @@ def test_usage_errors_exit_with_2(tiny, tmp_path):
     refused(run_phsa("bench", "-m", tiny, "-p", "1000"), "1000", "256")
 
 
+def test_answers_follow_a_grammar_or_a_schema_from_a_file(tiny, tmp_path):
+    grammar, schema = tmp_path / "words.gbnf", tmp_path / "schema.json"
+    grammar.write_text('root ::= "yes" | "no" # one or the other\n')
+    done = run_phsa("run", "-m", tiny, "-p", "hello", "-n", 20, "--grammar", grammar, "--json")
+    assert json.loads(done.stdout)["text"] in ("yes", "no") and json.loads(done.stdout)["stop_reason"] == "end of text"
+    schema.write_text(
+        '{"type": "object", "properties": {"b": {"type": "integer", "maximum": 99, "minimum": 0}, "a": {"const": "x"}},'
+        ' "required": ["a", "b"]}'
+    )
+    flags = ["-n", 150, "--temp", 1, "--seed", 1, "--allow-loops", "--json-schema", schema, "--json"]
+    done = json.loads(run_phsa("run", "-m", tiny, "-p", "hello", *flags).stdout)
+    if done["stop_reason"] == "end of text":
+        value = json.loads(done["text"])
+        assert list(value) == ["b", "a"] and 0 <= value["b"] <= 99 and value["a"] == "x"
+    else:
+        assert done["stop_reason"] == "-n reached" and done["text"].startswith("{")
+    chat = run_phsa("chat", "-m", tiny, "-n", 20, "--grammar", grammar, input="hello\nagain\n")
+    assert {*chat.stdout.split()} <= {"yes", "no"} and len(chat.stdout.split()) == 2
+    grammar.write_text("root ::= missing\n")
+    refused(run_phsa("run", "-m", tiny, "-p", "x", "--grammar", grammar), "words.gbnf", "missing", "never defined")
+    schema.write_text('{"properties": {"a": {"uniqueItems": true}}}')
+    refused(
+        run_phsa("run", "-m", tiny, "-p", "x", "--json-schema", schema), "schema.json", "#/properties/a/uniqueItems"
+    )
+    both = run_phsa("run", "-m", tiny, "-p", "x", "--json-schema", schema, "--grammar", grammar)
+    assert both.returncode == 2 and "--grammar" in both.stderr
+    refused(run_phsa("run", "-m", tiny, "-p", "x", "--grammar", tmp_path / "absent.gbnf"), "absent.gbnf")
+
+
 def test_an_unknown_model_says_what_would_work(tmp_path):
     refused(run_phsa("run", "-m", tmp_path / "absent.gguf", "-p", "x"), "absent.gguf")
     refused(run_phsa("run", "-m", "smollm2-135", "-p", "x", env={"PHSA_CACHE": str(tmp_path)}), "smollm2-135m")

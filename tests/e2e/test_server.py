@@ -380,7 +380,11 @@ def test_lm_eval_works(server):
         ({"prompt": "x", "stop": ["x"] * 17}, "stop"),
         ({"prompt": "x", "stream": "yes"}, "stream"),
         ({"prompt": "x", "seed": 1.5}, "seed"),
-        ({"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"prompt": "x", "frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"prompt": "x", "logit_bias": {"300": 1}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"3": 101}}, "logit_bias.3"),
+        ({"prompt": "x", "grammar": "root ::= ("}, "grammar"),
+        ({"prompt": "x", "response_format": "json"}, "response_format"),
         ({"prompt": "x", "best_of": 3}, "best_of"),
         ({"prompt": "x", "phsa": {"attention": "sparse"}}, "phsa"),
         ({"prompt": "x", "phsa": {"topk": 4}}, "phsa"),
@@ -407,13 +411,95 @@ def test_a_wrong_field_is_named(server, body, param):
         ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 21}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools[0].type"),
         (
-            {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
-            "response_format",
+            {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json"}},
+            "response_format.type",
         ),
     ],
 )
 def test_a_wrong_field_of_a_chat_is_named(server, body, param):
     refused(server.post("/v1/chat/completions", status=400, **body), param)
+
+
+WORDS = 'root ::= word (", " word){1,3} "."\nword ::= [a-d]{2,4}'
+WORDS_PATTERN = r"[a-d]{2,4}(, [a-d]{2,4}){1,3}\."
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["cat", "dog"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+
+
+def fulfils_schema(text):
+    value = json.loads(text)
+    assert list(value) in (["name", "age", "kind"], ["name", "age", "kind", "tags"])
+    assert len(value["name"]) <= 6 and 0 <= value["age"] <= 150 and value["kind"] in ("cat", "dog")
+    return all(isinstance(tag, bool) for tag in value.get("tags", []))
+
+
+def test_texts_follow_their_grammar_alone_together_and_in_streams(server):
+    asked = {"grammar": WORDS, "max_tokens": 60, "n": 4, "seed": 3, "temperature": 1.5}
+    choices = server.complete("One:", **asked)["choices"]
+    assert len({choice["text"] for choice in choices}) > 1
+    for choice in choices:
+        assert choice["finish_reason"] == "stop" and re.fullmatch(WORDS_PATTERN, choice["text"])
+    streamed = [""] * 4
+    for chunk in server.stream("/v1/completions", prompt="One:", **asked):
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice["text"]
+    assert streamed == [choice["text"] for choice in choices]
+    cut = server.complete("One:", **{**asked, "n": 1, "max_tokens": 2})["choices"][0]
+    assert cut["finish_reason"] == "length"
+
+
+def test_a_chat_answers_in_json(server):
+    message = {"role": "user", "content": "Who?"}
+    described = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": SCHEMA}}
+    for seed in range(6):
+        asked = {"messages": [message], "seed": seed, "temperature": 1, "max_tokens": 300, "logprobs": True}
+        answer = server.post("/v1/chat/completions", response_format=described, **asked)["choices"][0]
+        assert answer["finish_reason"] in ("stop", "length")
+        if answer["finish_reason"] == "stop":
+            assert fulfils_schema(answer["message"]["content"])
+    answer = server.post(
+        "/v1/chat/completions",
+        messages=[message],
+        response_format={"type": "json_object"},
+        logit_bias={},
+        max_tokens=400,
+        temperature=1,
+        seed=2,
+    )["choices"][0]
+    assert answer["message"]["content"].startswith("{")
+    if answer["finish_reason"] == "stop":
+        assert isinstance(json.loads(answer["message"]["content"]), dict)
+
+
+def test_a_bias_and_a_penalty_are_those_of_the_api(server):
+    free = server.complete("Hi", max_tokens=30, temperature=0, return_token_ids=True, ignore_eos=True)["choices"][0]
+    first = free["token_ids"][0]
+    never = server.complete(
+        "Hi", max_tokens=30, temperature=0, return_token_ids=True, ignore_eos=True, logit_bias={str(first): -100}
+    )["choices"][0]
+    assert first not in never["token_ids"]
+    varied, alike = (
+        server.complete(
+            "Hi",
+            max_tokens=30,
+            temperature=0,
+            return_token_ids=True,
+            ignore_eos=True,
+            frequency_penalty=penalty,
+            presence_penalty=penalty,
+        )["choices"][0]["token_ids"]
+        for penalty in (2, -2)
+    )
+    assert len(set(varied)) > len(set(alike))
 
 
 def test_unknown_fields_and_nulls_change_nothing(server):

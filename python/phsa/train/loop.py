@@ -137,10 +137,8 @@ class Run:
             self.evaluations = Table(self.out / "evaluations.csv", columns, self.step)
         trained = sum(p.numel() for p in parameters)
         all_parameters = sum(p.numel() for p in self.trainee.model.parameters())
-        used = self.trainee.settings.base
-        choice = "" if used.policy == "dense" else f" K={used.top_k}"
         self.progress.say(
-            f"{used.policy}{choice}: {trained:,} of {all_parameters:,} weights are "
+            f"{config.attention.method} K={config.attention.top_k}: {trained:,} of {all_parameters:,} weights are "
             f"trained, {o.batch * data.length:,} tokens a step, {shards.tokens:,} tokens in {data.train}"
         )
 
