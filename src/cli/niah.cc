@@ -14,9 +14,6 @@
 #include "eval/niah_run.h"
 #include "eval/plot.h"
 #include "eval/settings_text.h"
-#include "io/sha256.h"
-#include "model/kv_file.h"
-#include "phsa/punctuation.h"
 
 namespace phsa::cli {
 namespace {
@@ -108,40 +105,6 @@ std::vector<NamedAttention> Attentions(const NiahFlags& flags, const ModelConfig
   for (const NamedAttention& one : all) settings.push_back(one.attention);
   RefuseWithoutEffect(ChoiceOf(flags.attention), settings, true);
   return all;
-}
-
-std::string Hash(const std::string& text) {
-  Sha256 hash;
-  hash.Update(text.data(), text.size());
-  return hash.Hex();
-}
-
-NiahHeader Header(const NiahFlags& flags, const NiahPlan& plan, const Engine& engine, const Haystack* haystack,
-                  const NiahPromptOptions& options) {
-  const ModelConfig& config = engine.config();
-  NiahHeader header = {{"model", config.name}, {"layers", config.num_layers}};
-  for (const auto& [name, value] : ModelIdentity(engine.source()))
-    header[name == "model" ? "fingerprint" : name] = value;
-  header.update({{"end_tokens", config.eos_ids},
-                 {"weights", engine.plan().weight_types},
-                 {"kv_type", engine.plan().kv_type},
-                 {"scoring", Name(Scoring(flags))},
-                 {"seed", flags.seed},
-                 {"language", flags.language},
-                 {"chat", options.chat ? NiahHeader(options.chat->name()) : NiahHeader(false)},
-                 {"haystack", haystack != nullptr ? haystack->sha256() : "none"},
-                 {"haystack_start", flags.haystack_start},
-                 {"repeat_haystack", options.repeat},
-                 {"depths", flags.depths}});
-  if (options.chat) header["chat_template"] = Hash(engine.source().chat_template());
-  // A set is told by its name in each record; a file of that name may have changed.
-  const std::vector<std::string> sets = PunctuationSetNames();
-  for (const NiahConfiguration& one : plan.configurations) {
-    const std::string& set = one.attention.base.punctuation;
-    if (std::find(sets.begin(), sets.end(), set) != sets.end()) continue;
-    header["punctuation"] = Hash(fmt::format("{}", fmt::join(PunctuationOf(engine.tokenizer(), set).Ids(), ",")));
-  }
-  return header;
 }
 
 // Those of a grid that was asked for.
@@ -269,7 +232,7 @@ void Run(const NiahFlags& flags) {
     WriteOut(prompts.Build(plan.tasks.front(), lengths.front(), *flags.show_sample).text + "\n");
     return;
   }
-  const NiahHeader header = Header(flags, plan, *engine, haystack ? &*haystack : nullptr, options);
+  const NiahHeader header = MakeNiahHeader(*engine, plan, haystack ? &*haystack : nullptr, options);
   if (!flags.export_file.empty()) {
     ExportNiah(*engine, prompts, plan, header, flags.export_file);
     return;

@@ -217,7 +217,16 @@ NiahSample NiahPrompts::Build(NiahTask task, int32_t length, int32_t index) cons
   sample.text = fmt::format("{}{}{}", draft.Text(hay.pieces, count), texts.Space(), prefix);
   sample.references = draft.references;
   for (const size_t i : draft.asked) sample.depths.push_back(draft.depths[i]);
-  if (sample.references.size() == 1) sample.answer = fmt::format("{}{}", texts.Space(), sample.references.front());
+  // Keys are answered as they are asked, values of one key as they stand in the text.
+  std::vector<size_t> order(sample.references.size());
+  std::iota(order.begin(), order.end(), 0);
+  if (draft.queries.size() == 1) {
+    std::stable_sort(order.begin(), order.end(),
+                     [&](size_t a, size_t b) { return sample.depths[a] < sample.depths[b]; });
+  }
+  std::vector<std::string> answers;
+  for (const size_t i : order) answers.push_back(sample.references[i]);
+  sample.answer = fmt::format("{}{}", texts.Space(), texts.List(answers));
   return sample;
 }
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 
 #include "base/errors.h"
@@ -31,6 +32,10 @@ std::string Key(NiahTask task, int32_t length, const LayerSettings& attention, i
   return fmt::format("{} {} {} {}", Name(task), length, sample, SettingsToJson(attention));
 }
 
+std::string ProseKey(int32_t length, const LayerSettings& attention, int32_t window) {
+  return fmt::format("{} {} {}", length, window, SettingsToJson(attention));
+}
+
 Json ParseLine(std::string_view line, const std::string& place) {
   const auto check_depth = [&](int depth, Json::parse_event_t, Json&) {
     if (depth > kMaxDepth) ThrowInvalid("{}: the JSON is nested deeper than samples are", place);
@@ -51,6 +56,21 @@ int64_t Integer(const Json& json, const char* key, int64_t low, int64_t high) {
   return number;
 }
 
+double Finite(const Json& value, const char* key) {
+  const double number = value.get<double>();
+  if (!std::isfinite(number)) ThrowInvalid("{} is not a finite number", key);
+  return number;
+}
+
+NiahProse ProseFromJson(const Json& json) {
+  NiahProse prose;
+  prose.length = static_cast<int32_t>(Integer(json, "length", 1, INT32_MAX));
+  prose.window = static_cast<int32_t>(Integer(json, "prose", 0, INT32_MAX));
+  prose.attention = Canonical(SettingsFromJson(json.at("attention").dump()));
+  prose.loss = Finite(json.at("loss"), "loss");
+  return prose;
+}
+
 NiahRecord FromJson(const Json& json) {
   NiahRecord record;
   record.task = NiahTaskFromName(json.at("task").get_ref<const std::string&>());
@@ -65,6 +85,7 @@ NiahRecord FromJson(const Json& json) {
   record.read = Integer(json, "read", 0, INT64_MAX);
   record.dense = Integer(json, "dense", 0, INT64_MAX);
   record.seconds = json.at("seconds").get<double>();
+  if (json.contains("nll")) record.nll = Finite(json["nll"], "nll");
   const size_t references = static_cast<size_t>(Shape(record.task).references());
   if (record.references.size() != references || record.found.size() != references ||
       record.depths.size() != references) {
@@ -92,13 +113,15 @@ double NiahRecord::score() const {
 }
 
 nlohmann::ordered_json NiahRecordToJson(const NiahRecord& record) {
-  return {{"task", Name(record.task)}, {"length", record.length},
-          {"sample", record.sample},   {"attention", Json::parse(SettingsToJson(record.attention))},
-          {"score", record.score()},   {"references", record.references},
-          {"depths", record.depths},   {"found", record.found},
-          {"answer", record.answer},   {"tokens", record.tokens},
-          {"read", record.read},       {"dense", record.dense},
-          {"seconds", record.seconds}};
+  Json json = {{"task", Name(record.task)}, {"length", record.length},
+               {"sample", record.sample},   {"attention", Json::parse(SettingsToJson(record.attention))},
+               {"score", record.score()},   {"references", record.references},
+               {"depths", record.depths},   {"found", record.found},
+               {"answer", record.answer},   {"tokens", record.tokens},
+               {"read", record.read},       {"dense", record.dense},
+               {"seconds", record.seconds}};
+  if (record.nll) json["nll"] = *record.nll;
+  return json;
 }
 
 std::string NiahLine(const nlohmann::ordered_json& json) { return Dump(json) + '\n'; }
@@ -133,6 +156,21 @@ void NiahRecords::Add(NiahRecord record, const std::string& place) {
   }
 }
 
+const NiahRecord* NiahRecords::Find(NiahTask task, int32_t length, const LayerSettings& attention,
+                                    int32_t sample) const {
+  const auto at = index_.find(Key(task, length, attention, sample));
+  return at == index_.end() ? nullptr : &records_[at->second];
+}
+
+void NiahRecords::AddProse(const NiahProse& prose) {
+  prose_.try_emplace(ProseKey(prose.length, prose.attention, prose.window), prose.loss);
+}
+
+std::optional<double> NiahRecords::ProseLoss(int32_t length, const LayerSettings& attention, int32_t window) const {
+  const auto at = prose_.find(ProseKey(length, attention, window));
+  return at == prose_.end() ? std::nullopt : std::optional(at->second);
+}
+
 NiahFile ReadNiahFile(const std::filesystem::path& path) {
   const std::string text = ReadTextFile(path, kMaxFileBytes);
   NiahFile file;
@@ -154,7 +192,11 @@ NiahFile ReadNiahFile(const std::filesystem::path& path) {
       continue;
     }
     try {
-      file.records.push_back(FromJson(json));
+      if (json.contains("prose")) {
+        file.prose.push_back(ProseFromJson(json));
+      } else {
+        file.records.push_back(FromJson(json));
+      }
     } catch (const Error& error) {
       ThrowInvalid("{}: {}", place, error.what());
     } catch (const nlohmann::json::exception&) {
@@ -203,6 +245,7 @@ NiahWriter::NiahWriter(const std::filesystem::path& path, const NiahHeader& head
     NiahFile known = ReadNiahFile(path);
     if (known.header) CheckSameHeader(*known.header, path_, ours, "this run");
     for (NiahRecord& record : known.records) records.Add(std::move(record), path_);
+    for (const NiahProse& prose : known.prose) records.AddProse(prose);
     if (ftruncate(file_, static_cast<off_t>(known.whole_bytes)) != 0) {
       Throw(PHSA_IO, "{}: {}", path_, std::strerror(errno));
     }
@@ -220,5 +263,12 @@ void NiahWriter::Write(const std::string& line) {
 }
 
 void NiahWriter::Append(const NiahRecord& record) { Write(NiahLine(NiahRecordToJson(record))); }
+
+void NiahWriter::Append(const NiahProse& prose) {
+  Write(NiahLine({{"prose", prose.window},
+                  {"length", prose.length},
+                  {"attention", Json::parse(SettingsToJson(prose.attention))},
+                  {"loss", prose.loss}}));
+}
 
 }  // namespace phsa

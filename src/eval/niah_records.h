@@ -30,8 +30,17 @@ struct NiahRecord {
   int32_t tokens = 0;           // of the prompt
   int64_t read = 0, dense = 0;  // tokens that queries read, and what dense attention reads
   double seconds = 0;
+  // Mean negative log-likelihood of the references' tokens, where the answer was read and not written.
+  std::optional<double> nll;
 
   double score() const;  // share of the references that were found
+};
+
+// How well a window of prose was predicted, which `phsa tune` measures beside the needles.
+struct NiahProse {
+  int32_t length = 0, window = 0;
+  LayerSettings attention;  // as Canonical() gives it
+  double loss = 0;          // natural logarithm, a token
 };
 
 // A line of the file.
@@ -48,15 +57,21 @@ class NiahRecords {
   // Throws phsa::Error where the sample is there with another result; `place` is for the message.
   void Add(NiahRecord record, const std::string& place);
   const std::vector<NiahRecord>& all() const { return records_; }
+  // Null: it is not there.
+  const NiahRecord* Find(NiahTask task, int32_t length, const LayerSettings& attention, int32_t sample) const;
+  void AddProse(const NiahProse& prose);
+  std::optional<double> ProseLoss(int32_t length, const LayerSettings& attention, int32_t window) const;
 
  private:
   std::vector<NiahRecord> records_;
   std::map<std::string, size_t> index_;  // into records_
+  std::map<std::string, double> prose_;
 };
 
 struct NiahFile {
   std::optional<NiahHeader> header;  // none: its line is not whole yet
   std::vector<NiahRecord> records;
+  std::vector<NiahProse> prose;
   size_t whole_bytes = 0;  // up to the end of the last whole line
 };
 // A last line without its end, as a killed process leaves it, is dropped.
@@ -75,6 +90,7 @@ class NiahWriter {
   NiahWriter(const NiahWriter&) = delete;
   NiahWriter& operator=(const NiahWriter&) = delete;
   void Append(const NiahRecord& record);  // the line is with the system when this returns
+  void Append(const NiahProse& prose);
 
  private:
   void Write(const std::string& line);

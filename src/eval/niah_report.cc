@@ -240,6 +240,15 @@ std::optional<PairedDifference> Compare(const NiahRow& first, const NiahRow& sec
   return ComparePaired(a, b);
 }
 
+std::optional<double> MeanNll(const NiahRow& row) {
+  double sum = 0;
+  for (const NiahRecord* record : row.records) {
+    if (!record->nll) return std::nullopt;
+    sum += *record->nll;
+  }
+  return sum / static_cast<double>(row.records.size());
+}
+
 std::string NiahJsonLines(std::span<const NiahRow> rows) {
   std::string lines;
   for (const NiahRow& row : rows) {
@@ -256,6 +265,7 @@ std::string NiahJsonLines(std::span<const NiahRow> rows) {
     line["samples"] = row.records.size();
     line["score"] = row.score;
     line["ci95"] = {row.ci95.low, row.ci95.high};
+    if (const std::optional<double> nll = MeanNll(row)) line["nll"] = *nll;
     line["read_share"] = row.read_share;
     line["sparsity"] = row.sparsity;
     line["punctuation"] = base.policy == Policy::kPhsa ? Json(base.punctuation) : Json(nullptr);

@@ -35,6 +35,9 @@ std::vector<const NiahRow*> NiahPeers(const NiahRow& row, std::span<const NiahRo
 // On the samples that both have; none: there is no such sample.
 std::optional<PairedDifference> Compare(const NiahRow& first, const NiahRow& second);
 
+// Mean negative log-likelihood of the answers' tokens; none where some were written.
+std::optional<double> MeanNll(const NiahRow& row);
+
 // Depths that were asked for and have no sample, in words: "75 %, 100 %". Empty where there are none.
 std::string NiahEmptyDepths(std::span<const NiahRow> rows, std::span<const double> asked);
 

@@ -1,11 +1,17 @@
 #include "eval/niah_run.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 
+#include "base/errors.h"
 #include "engine/scheduler.h"
 #include "eval/tokens_read.h"
+#include "io/sha256.h"
+#include "model/kv_file.h"
+#include "phsa/punctuation.h"
 
 namespace phsa {
 namespace {
@@ -58,12 +64,28 @@ bool Generate(Engine& engine, std::span<Reading> readings, const std::function<b
   return !interrupted;
 }
 
+// Which tokens of an answer are a reference's: by byte, as a token may begin within one.
+std::vector<bool> TokensOf(const Tokenizer& tokenizer, const std::string& answer, std::span<const int32_t> tokens,
+                           const std::string& reference) {
+  const size_t begin = answer.find(reference), end = begin + reference.size();
+  PHSA_CHECK(begin != std::string::npos);
+  std::vector<bool> of(tokens.size());
+  size_t at = 0;
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    const size_t next = tokenizer.Decode(tokens.first(i + 1), false).size();
+    of[i] = at < end && next > begin;
+    at = next;
+  }
+  return of;
+}
+
 // Reads the prompts with the right answers behind them. False: stopped.
 bool ReadAnswers(Engine& engine, std::span<Reading> readings, NiahScoring scoring, const std::function<bool()>& stop) {
   struct Text {
     std::vector<int32_t> answer, tokens;  // tokens: those of prompt and answer but the last, which predicts nothing
     Sequence sequence;
     std::vector<int32_t> likeliest;  // in the places of the answer's tokens
+    std::vector<double> losses;      // of the answer's tokens
   };
   const Tokenizer& tokenizer = engine.tokenizer();
   std::vector<Text> texts;
@@ -71,7 +93,7 @@ bool ReadAnswers(Engine& engine, std::span<Reading> readings, NiahScoring scorin
     std::vector<int32_t> answer = tokenizer.Encode(reading.sample->answer, SpecialTokens::kAsText);
     std::vector<int32_t> tokens = reading.sample->tokens;
     tokens.insert(tokens.end(), answer.begin(), answer.end() - 1);
-    texts.push_back({std::move(answer), std::move(tokens), Sequence(engine.cache()), {}});
+    texts.push_back({std::move(answer), std::move(tokens), Sequence(engine.cache()), {}, {}});
   }
   // Models pad their vocabulary: ids that the tokenizer does not have cannot be text.
   const int32_t known = std::min(engine.config().vocab_size, tokenizer.vocab_size());
@@ -94,16 +116,36 @@ bool ReadAnswers(Engine& engine, std::span<Reading> readings, NiahScoring scorin
     if (items.empty()) break;
     if (stop()) return false;
     engine.decoder().Step(items, [&](int32_t item, int32_t, const LogitsRow& logits) {
-      texts[text_of[static_cast<size_t>(item)]].likeliest.push_back(logits.Likeliest(known));
+      Text& text = texts[text_of[static_cast<size_t>(item)]];
+      const int32_t right = text.answer[text.likeliest.size()];
+      text.losses.push_back(logits.LogSumExp() - static_cast<double>(logits[right]));
+      text.likeliest.push_back(logits.Likeliest(known));
     });
     for (size_t i = 0; i < items.size(); ++i) readings[text_of[i]].Count(engine.decoder().step_tokens_read()[i]);
   }
   for (size_t i = 0; i < texts.size(); ++i) {
-    const auto& [answer, tokens, sequence, likeliest] = texts[i];
-    const int32_t free = scoring == NiahScoring::kForced ? LeadingSpaces(tokenizer, answer) : 0;
-    readings[i].record.answer = tokenizer.Decode(likeliest, false);
-    readings[i].record.found[0] =
-        std::equal(answer.begin() + free, answer.end(), likeliest.begin() + free, likeliest.end());
+    const Text& text = texts[i];
+    const NiahSample& sample = *readings[i].sample;
+    NiahRecord& record = readings[i].record;
+    record.answer = tokenizer.Decode(text.likeliest, false);
+    const int32_t free = scoring == NiahScoring::kForced ? LeadingSpaces(tokenizer, text.answer) : 0;
+    double loss = 0;
+    int32_t count = 0;
+    for (size_t r = 0; r < sample.references.size(); ++r) {
+      // Of several, what stands between them does not count.
+      std::vector<bool> counts(text.answer.size());
+      std::fill(counts.begin() + free, counts.end(), true);
+      if (sample.references.size() > 1) counts = TokensOf(tokenizer, sample.answer, text.answer, sample.references[r]);
+      bool found = true;
+      for (size_t j = 0; j < counts.size(); ++j) {
+        if (!counts[j]) continue;
+        found = found && text.likeliest[j] == text.answer[j];
+        loss += text.losses[j];
+        ++count;
+      }
+      record.found[r] = found;
+    }
+    record.nll = loss / std::max(count, 1);
   }
   return true;
 }
@@ -159,6 +201,39 @@ bool ForEachNiahBatch(const NiahPlan& plan, const NiahRecords& records,
     }
   }
   return true;
+}
+
+NiahHeader MakeNiahHeader(const Engine& engine, const NiahPlan& plan, const Haystack* haystack,
+                          const NiahPromptOptions& options) {
+  const auto hash = [](const std::string& text) {
+    Sha256 sum;
+    sum.Update(text.data(), text.size());
+    return sum.Hex();
+  };
+  const ModelConfig& config = engine.config();
+  NiahHeader header = {{"model", config.name}, {"layers", config.num_layers}};
+  for (const auto& [name, value] : ModelIdentity(engine.source()))
+    header[name == "model" ? "fingerprint" : name] = value;
+  header.update({{"end_tokens", config.eos_ids},
+                 {"weights", engine.plan().weight_types},
+                 {"kv_type", engine.plan().kv_type},
+                 {"scoring", Name(plan.scoring)},
+                 {"seed", options.seed},
+                 {"language", Name(options.language)},
+                 {"chat", options.chat ? NiahHeader(options.chat->name()) : NiahHeader(false)},
+                 {"haystack", haystack != nullptr ? haystack->sha256() : "none"},
+                 {"haystack_start", options.random_start ? "random" : "first"},
+                 {"repeat_haystack", options.repeat},
+                 {"depths", options.depths}});
+  if (options.chat) header["chat_template"] = hash(engine.source().chat_template());
+  // A set is told by its name in each record; a file of that name may have changed.
+  const std::vector<std::string> sets = PunctuationSetNames();
+  for (const NiahConfiguration& one : plan.configurations) {
+    const std::string& set = one.attention.base.punctuation;
+    if (std::find(sets.begin(), sets.end(), set) != sets.end()) continue;
+    header["punctuation"] = hash(fmt::format("{}", fmt::join(PunctuationOf(engine.tokenizer(), set).Ids(), ",")));
+  }
+  return header;
 }
 
 NiahRecord EmptyNiahRecord(const NiahPlace& place, const NiahSample& sample, const LayerSettings& attention) {

@@ -47,6 +47,10 @@ bool ForEachNiahBatch(const NiahPlan& plan, const NiahRecords& records,
 // The record of an answer that is yet to come.
 NiahRecord EmptyNiahRecord(const NiahPlace& place, const NiahSample& sample, const LayerSettings& attention);
 
+// What the samples' results depend on, as the first line of a file of records has it.
+NiahHeader MakeNiahHeader(const Engine& engine, const NiahPlan& plan, const Haystack* haystack,
+                          const NiahPromptOptions& options);
+
 struct NiahProgress {
   double share = 0;               // of the tokens that this run reads
   int64_t done = 0, missing = 0;  // answers of this run: those that it began with are not counted

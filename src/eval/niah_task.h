@@ -66,10 +66,11 @@ class NiahTexts {
   std::string AnswerPrefix(std::span<const std::string> keys) const;
   // Between question and answer prefix where both are one text, and between answer prefix and answer.
   std::string_view Space() const { return language_ == NiahLanguage::kEnglish ? " " : ""; }
+  // Keys in a question, values in an answer.
+  std::string List(std::span<const std::string> items) const;
 
  private:
   std::string Draw(NiahTaskShape::Item item, NiahRandom& random) const;
-  std::string List(std::span<const std::string> keys) const;
   bool one_answer() const { return shape_.references() == 1; }
   const NiahTaskShape& shape_;
   NiahLanguage language_;
