@@ -326,7 +326,9 @@ AttentionChoice ChoiceFromJson(const Json& arguments) {
   const std::map<std::string, std::function<void(const Json&)>> readers = {
       {"attention", [](const Json&) {}},
       {"top_k", [&](const Json& value) { choice.top_k = value.get<int32_t>(); }},
+      {"local", [&](const Json& value) { choice.local = value.get<int32_t>(); }},
       {"parts", [&](const Json& value) { choice.parts = value.get<int32_t>(); }},
+      {"preset", [&](const Json& value) { choice.preset = value.get<std::string>(); }},
   };
   for (const auto& [key, value] : arguments.items()) readers.at(key)(value);
   return choice;

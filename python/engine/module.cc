@@ -151,22 +151,23 @@ void BindChoices(nb::module_& m) {
           [](AttentionChoice* self, std::string policy, std::optional<int32_t> top_k, std::optional<float> lam,
              std::optional<int32_t> init, std::optional<int32_t> local, std::optional<int32_t> block,
              std::optional<int32_t> dense_below, std::optional<int32_t> parts, std::optional<int32_t> survivors,
-             std::string punctuation, std::string group_reduce, std::string settings) {
-            new (self) AttentionChoice{std::move(policy),
-                                       top_k,
-                                       parts,
-                                       survivors,
-                                       lam,
-                                       init,
-                                       local,
-                                       block,
-                                       std::move(punctuation),
-                                       std::move(group_reduce),
-                                       std::move(settings),
-                                       dense_below};
+             std::string preset, std::string punctuation, std::string group_reduce, std::string settings) {
+            new (self) AttentionChoice{.policy = std::move(policy),
+                                       .preset = std::move(preset),
+                                       .top_k = top_k,
+                                       .parts = parts,
+                                       .survivors = survivors,
+                                       .lambda = lam,
+                                       .init = init,
+                                       .local = local,
+                                       .block = block,
+                                       .punctuation = std::move(punctuation),
+                                       .group_reduce = std::move(group_reduce),
+                                       .config_json = std::move(settings),
+                                       .dense_below = dense_below};
           },
           nb::kw_only(), "policy"_a, "top_k"_a.none(), "lam"_a.none(), "init"_a.none(), "local"_a.none(),
-          "block"_a.none(), "dense_below"_a.none(), "parts"_a.none(), "survivors"_a.none(), "punctuation"_a,
+          "block"_a.none(), "dense_below"_a.none(), "parts"_a.none(), "survivors"_a.none(), "preset"_a, "punctuation"_a,
           "group_reduce"_a, "settings"_a);
   nb::class_<GenerateChoice>(m, "GenerateChoice")
       .def(

@@ -20,6 +20,7 @@ class AttentionChoice:
         dense_below: int | None,
         parts: int | None,
         survivors: int | None,
+        preset: str,
         punctuation: str,
         group_reduce: str,
         settings: str,

@@ -139,10 +139,10 @@ class LLM:
     """A model, loaded: a ``.gguf`` file, a Hugging Face folder, or a name that ``phsa models`` lists as fetched.
 
     ``attention`` is the policy, and with ``top_k``, ``lam``, ``punctuation``, ``init``, ``local``, ``block``,
-    ``dense_below``, ``parts``, ``survivors`` and ``group_reduce`` what docs/settings.md describes; ``settings`` brings
-    all of that in one, from a file or a mapping, by layer where wanted. An argument counts first, then ``settings``,
-    then what the model or its adapter carries, then the paper's preset for the context, in which the attention is
-    dense. A setting that nothing uses is an error.
+    ``dense_below``, ``parts``, ``survivors``, ``preset`` and ``group_reduce`` what docs/settings.md describes;
+    ``settings`` brings all of that in one, from a file or a mapping, by layer where wanted. An argument counts first,
+    then ``settings``, then what the model or its adapter carries, then the paper's preset for the context, in which the
+    attention is dense. A setting that nothing uses is an error.
 
     ``adapter`` is the folder of a LoRA adapter in PEFT's form (docs/adapters.md); the settings that it carries count as
     the model's own. ``adapters`` gives names to several, of which ``adapter``, ``set_adapter`` or a call chooses one.
@@ -176,6 +176,7 @@ class LLM:
         dense_below: int | None = None,
         parts: int | None = None,
         survivors: int | None = None,
+        preset: str | None = None,
         group_reduce: str | None = None,
         settings: AttentionSettings | None = None,
         device: str | None = None,
@@ -207,6 +208,7 @@ class LLM:
             dense_below,
             parts,
             survivors,
+            preset,
             group_reduce,
             settings,
         )
@@ -338,6 +340,7 @@ class LLM:
         dense_below: int | None = None,
         parts: int | None = None,
         survivors: int | None = None,
+        preset: str | None = None,
         group_reduce: str | None = None,
         settings: AttentionSettings | None = None,
     ) -> None:
@@ -354,6 +357,7 @@ class LLM:
                 dense_below,
                 parts,
                 survivors,
+                preset,
                 group_reduce,
                 settings,
             )
@@ -774,6 +778,7 @@ def _attention_choice(
     dense_below: int | None,
     parts: int | None,
     survivors: int | None,
+    preset: str | None,
     group_reduce: str | None,
     settings: AttentionSettings | None,
 ) -> _engine.AttentionChoice:
@@ -787,6 +792,7 @@ def _attention_choice(
         dense_below=_maybe_whole("dense_below", dense_below),
         parts=_maybe_whole("parts", parts),
         survivors=_maybe_whole("survivors", survivors),
+        preset=_text("preset", preset or ""),
         punctuation=_text("punctuation", punctuation or ""),
         group_reduce=_text("group_reduce", group_reduce or ""),
         settings=_settings_json(settings),

@@ -34,6 +34,8 @@ _JSON_NAMES = {
     "parts": "parts",
     "survivors": "survivors",
 }
+# The paper's settings by name: the context that each is for.
+PRESETS = {"paper-4k": 4096, "paper-32k": 32768}
 _PYTHON_NAMES = {name: python for python, name in _JSON_NAMES.items()}
 
 
@@ -311,6 +313,18 @@ def read_settings(settings: AttentionSettings | None) -> dict[str, Any]:
     }
 
 
+def with_preset(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The paper's init and local, and its one representative a block, where ``preset`` names them."""
+    out = dict(arguments)
+    preset = out.pop("preset", None)
+    if preset is None:
+        return out
+    if preset not in PRESETS:
+        _refuse("preset", preset, ", ".join(PRESETS))
+    paper = Settings.preset(PRESETS[preset])
+    return {"init": paper.init, "local": paper.local, "parts": paper.parts, **out}
+
+
 def resolve(
     context: int,
     *,
@@ -322,7 +336,8 @@ def resolve(
     """The settings that come of all who have a say: arguments count first, then ``settings``, then what a model or
     adapter carries, then the preset for the context.
 
-    ``policy`` is the one where nobody names one. A setting that then has nothing to act on is an error.
+    ``policy`` is the one where nobody names one. A setting that then has nothing to act on is an error. ``preset``
+    among the arguments is one of ``PRESETS``: the paper's init and local, and one representative a block.
     """
     merged = _Merged(Settings.preset(context, policy=policy))
     if carried:
@@ -330,7 +345,7 @@ def resolve(
     given = read_settings(settings)
     merged.add(given)
     arguments = {name: value for name, value in (arguments or {}).items() if value is not None}
-    merged.add(arguments)
+    merged.add(with_preset(arguments))
     out = merged.finish()
     if all(one.policy == "dense" for one in (out.base, *out.layers.values())):
         named = [{*values} & {"policy", "attention"} for values in (given, arguments)]

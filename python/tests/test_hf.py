@@ -168,6 +168,24 @@ def test_chunked_prefill_equals_one_pass(policy: str, dtype: torch.dtype) -> Non
         assert_same(run_in_pieces(model, ids, cuts), want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_choose_the_same_in_chunks_decoding_and_after_loading(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = make_model(dtype=dtype)
+    phsa.hf.enable(model, parts=4, survivors=6)
+    ids = tokens(2, 600)
+    want = logits(model, ids)
+    assert_same(run_in_pieces(model, ids, [0, 250, 251, 509, *range(590, 601)]), want)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="phsa", dtype=dtype)
+    assert phsa.hf.settings_of(loaded).base.parts == 4 and phsa.hf.settings_of(loaded).base.survivors == 6
+    assert torch.equal(logits(loaded, ids), want)
+    phsa.hf.enable(loaded, parts=1)
+    assert_other(logits(loaded, ids), want)
+    phsa.hf.enable(loaded, preset="paper-32k", local=64)
+    base = phsa.hf.settings_of(loaded).base
+    assert (base.init, base.local, base.parts, base.top_k) == (128, 64, 1, 3)
+
+
 def padded(ids: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
     length = max(len(row) for row in ids)
     out, mask = torch.zeros(len(ids), length, dtype=torch.long), torch.zeros(len(ids), length, dtype=torch.long)

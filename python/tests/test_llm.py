@@ -447,6 +447,13 @@ def test_attention_can_be_set_in_all_ways(folder: Path, tmp_path: Path) -> None:
     llm.set_attention("infllm2", top_k=5, group_reduce="max")
     assert (llm.attention["attention"], llm.attention["top_k"], llm.attention["group_reduce"]) == ("infllm2", 5, "max")
     assert llm.attention["init_tokens"] == 16, "the preset for 512 tokens"
+    llm.set_attention("phsa", parts=4, survivors=96, preset="paper-32k", local=64)
+    assert (llm.attention["parts"], llm.attention["survivors"]) == (4, 96)
+    assert (llm.attention["init_tokens"], llm.attention["local_tokens"]) == (128, 64)
+    with pytest.raises(ValueError, match="preset has no effect"):
+        llm.set_attention("dense", preset="paper-4k")
+    with pytest.raises(ValueError, match="paper-4k, paper-32k"):
+        llm.set_attention("phsa", preset="paper-8k")
     llm.set_attention()
     assert llm.attention["attention"] == "dense"
     wanted = {"attention": "phsa", "top_k": 1, "init_tokens": 16, "local_tokens": 16, "layers": {"1": {"top_k": 7}}}

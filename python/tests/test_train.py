@@ -27,9 +27,10 @@ from token_shards import write_documents
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from phsa.hf import load, niah, packed, settings_of
+from phsa.settings import Settings
 from phsa.train import checkpoints, loop, lora, loss
 from phsa.train.batches import Batch, Batches, repeat_passages
-from phsa.train.config import Config, ConfigError, Data, Lora, read
+from phsa.train.config import Attention, Config, ConfigError, Data, Lora, read
 from phsa.train.shards import Sequences, Shards
 from phsa.train.texts import open_texts
 from phsa.train.trainee import fuse_norms
@@ -350,6 +351,17 @@ def test_gradient_checkpointing_and_micro_batches_change_no_loss(folder, tmp_pat
     train(configure(folder, tmp_path / "c"), "optimizer.steps=3", "optimizer.micro_batch=4")
     assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=1e-6)
     assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "c"), rel=1e-6)
+
+
+def test_parts_and_presets_are_settings_of_training():
+    settings = Attention(parts=4, survivors=96).settings(4096).base
+    assert (settings.parts, settings.survivors, settings.top_k, settings.init) == (4, 96, 2, 16)
+    assert Attention(preset="paper-32k").settings(4096).base.local == 512
+    assert Attention(preset="paper-32k", local=256).settings(4096, {"parts": 8}).base == Settings(
+        top_k=2, init=128, local=256
+    )
+    with pytest.raises(ValueError, match="preset is 'paper'; allowed: paper-4k, paper-32k"):
+        Attention(preset="paper").settings(4096)
 
 
 def test_needles_are_looked_for_during_training(folder, tmp_path):

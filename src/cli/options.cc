@@ -75,6 +75,11 @@ void AddAttentionFlags(CLI::App& command, AttentionFlags& flags) {
   setting("--block", flags.block, "tokens of a block", ours.block_size);
   setting("--dense-below", flags.dense_below, "queries at positions below this read everything", ours.dense_below);
   setting("--group-reduce", flags.group_reduce, "sum, max or none", Name(ours.group_reduce));
+  command
+      .add_option("--preset", flags.preset,
+                  "init and local by name: paper-4k (16 and 128), paper-32k (128 and 512), with one part a block")
+      ->check(CLI::IsMember({"paper-4k", "paper-32k"}))
+      ->group(group);
   command.add_option("--phsa-config", flags.config_file, "a JSON file with settings, per layer where wanted")
       ->group(group);
 }
@@ -91,9 +96,16 @@ std::vector<std::optional<int32_t>> TopKs(const AttentionFlags& flags) {
 
 }  // namespace
 
+std::string ReadSettingsFile(const std::string& path) {
+  std::string json = ReadTextFile(path, kMaxConfigBytes);
+  SettingsFromJson(json);  // so that an empty file is refused: for a choice it would mean none
+  return json;
+}
+
 AttentionChoice ChoiceOf(const AttentionFlags& flags) {
   AttentionChoice choice;
   choice.policy = flags.policies.front();
+  choice.preset = flags.preset;
   if (!flags.top_k.empty()) choice.top_k = flags.top_k.front();
   choice.parts = flags.parts;
   choice.survivors = flags.survivors;
@@ -105,8 +117,7 @@ AttentionChoice ChoiceOf(const AttentionFlags& flags) {
   choice.punctuation = flags.punctuation;
   choice.group_reduce = flags.group_reduce;
   if (!flags.config_file.empty()) {
-    choice.config_json = ReadTextFile(flags.config_file, kMaxConfigBytes);
-    SettingsFromJson(choice.config_json);  // so that an empty file is refused: for a choice it would mean none
+    choice.config_json = ReadSettingsFile(flags.config_file);
   }
   return choice;
 }
@@ -275,10 +286,11 @@ int32_t TokenCount(const std::string& text, const char* flag, int32_t least) {
   const char* const end = text.data() + text.size() - (kilo ? 1 : 0);
   int32_t value = 0;
   const auto [rest, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc{} || rest != end || value < least || value > kMaxTokenCount / (kilo ? 1024 : 1)) {
+  const int64_t tokens = int64_t{value} * (kilo ? 1024 : 1);
+  if (error != std::errc{} || rest != end || tokens < least || tokens > kMaxTokenCount) {
     ThrowInvalid("{} has {}; it takes numbers of tokens such as 512,4k", flag, Quoted(text));
   }
-  return kilo ? value * 1024 : value;
+  return static_cast<int32_t>(tokens);
 }
 
 std::string ReadText(const std::string& path) {

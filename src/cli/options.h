@@ -35,9 +35,11 @@ struct AttentionFlags {
   std::vector<int32_t> top_k;  // empty: what the settings say, 16 unless they do
   std::optional<float> lambda;
   std::optional<int32_t> parts, survivors, init, local, block, dense_below;
-  std::string punctuation, group_reduce, config_file;
+  std::string preset, punctuation, group_reduce, config_file;
 };
 void AddAttentionFlags(CLI::App& command, AttentionFlags& flags);
+// The text of a file of settings, judged.
+std::string ReadSettingsFile(const std::string& path);
 // The first policy and K.
 AttentionChoice ChoiceOf(const AttentionFlags& flags);
 // One for each policy and K, in that order; K counts once for policies that choose nothing. Flags count first, then

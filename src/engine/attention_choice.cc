@@ -110,6 +110,19 @@ Json ParseCarried(const std::string& json, bool own_punctuation) {
   return carried;
 }
 
+// Init and local of the paper's settings, and the one representative that its blocks have.
+Json PresetOf(const std::string& name) {
+  constexpr std::pair<const char*, int32_t> kPresets[] = {{"paper-4k", 4096}, {"paper-32k", 32768}};
+  std::vector<std::string> names;
+  for (const auto& [known, context] : kPresets) {
+    names.emplace_back(known);
+    if (name != known) continue;
+    const Settings preset = Settings::Preset(context);
+    return {{"init_tokens", preset.init_tokens}, {"local_tokens", preset.local_tokens}, {"parts", preset.parts}};
+  }
+  ThrowInvalid("preset is {}{}; allowed: {}", Quoted(name), DidYouMean(name, names), fmt::join(names, ", "));
+}
+
 Json FlagsOf(const AttentionChoice& choice) {
   Json flags = Json::object();
   if (choice.policy != "auto") flags["attention"] = choice.policy;
@@ -153,7 +166,9 @@ LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig&
   const bool own_punctuation = !choice.punctuation.empty() || file.contains("punctuation");
   if (!config.phsa_settings.empty()) merged.Add(ParseCarried(config.phsa_settings, own_punctuation));
   merged.Add(file);
-  merged.Add(FlagsOf(choice));
+  Json flags = choice.preset.empty() || choice.policy == "dense" ? Json::object() : PresetOf(choice.preset);
+  flags.update(FlagsOf(choice));
+  merged.Add(flags);
   LayerSettings settings = merged.Finish();
   file.erase("tested_tokens");
   if (!file.empty() && !file.contains("attention") && choice.policy == "auto" && !AnyLayer(settings, IsSparse)) {
@@ -193,6 +208,7 @@ void RefuseWithoutEffect(const AttentionChoice& given, std::span<const LayerSett
   check(given.lambda.has_value(), "lambda", "--lambda", weighs, "phsa");
   check(!given.punctuation.empty(), "punctuation", "--punctuation", weighs, "phsa");
   check(!given.group_reduce.empty(), "group_reduce", "--group-reduce", chooses, kChoosing);
+  check(!given.preset.empty(), "preset", "--preset", IsSparse, kSparse);
   check(given.init.has_value(), "init", "--init", IsSparse, kSparse);
   check(given.local.has_value(), "local", "--local", IsSparse, kSparse);
   check(given.block.has_value(), "block", "--block", IsSparse, kSparse);

@@ -21,6 +21,9 @@ inline constexpr int32_t kCrossover = 1024;
 // the context, in which the attention is dense.
 struct AttentionChoice {
   std::string policy = "auto";  // not set; or a policy's name (phsa/settings.h)
+  // Empty: not set; or the paper's init and local (and one representative a block) by name, above the file and beneath
+  // what is set here: paper-4k, paper-32k.
+  std::string preset;
   std::optional<int32_t> top_k, parts, survivors;
   std::optional<float> lambda;
   std::optional<int32_t> init, local, block;

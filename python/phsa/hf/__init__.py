@@ -64,6 +64,7 @@ def enable(
     dense_below: int | None = None,
     parts: int | None = None,
     survivors: int | None = None,
+    preset: str | None = None,
     layers: Mapping[int | str, Mapping[str, Any]] | None = None,
     settings: AttentionSettings | None = None,
     tokenizer: Any = None,
@@ -77,6 +78,7 @@ def enable(
 
     Args:
         punctuation: a named set (en, zh, en+zh, sentence, pure, none), a file of ids or strings, or token ids.
+        preset: the paper's init and local by name, paper-4k or paper-32k, where they are not given.
         layers: other settings for some layers: ``{0: {"policy": "dense"}, "3-5": {"top_k": 32}}``.
         settings: all of it in one: a mapping, ``phsa.Settings``, ``phsa.ModelSettings`` or a JSON file.
         tokenizer: that of the model. None: it is loaded from where the model came from.
@@ -101,6 +103,7 @@ def enable(
         "dense_below": dense_below,
         "parts": parts,
         "survivors": survivors,
+        "preset": preset,
         "layers": layers,
         "punctuation": punctuation,
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 import tomllib
 
-from ..settings import ModelSettings, resolve
+from ..settings import ModelSettings, resolve, with_preset
 
 METHODS = ("dense", "infllm2", "phsa")
 TRAINING_TOP_K_DEFAULT = 2
@@ -45,13 +45,14 @@ class Attention:
     dense_below: int | None = None
     parts: int | None = None
     survivors: int | None = None
+    preset: str | None = None  # paper-4k or paper-32k: the paper's init and local, where they are not given
     backend: str = "auto"
     layers: dict[str, Any] = field(default_factory=dict)  # other settings for some layers, as in docs/settings.md
 
     def settings(self, length: int, carried: Mapping[str, Any] | None = None) -> ModelSettings:
         """As they are written into the trained model: complete. `carried`: the settings of the model to train."""
-        names = ("top_k", "lam", "punctuation", "init", "local", "dense_below", "parts", "survivors")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        names = ("top_k", "lam", "punctuation", "init", "local", "dense_below", "parts", "survivors", "preset")
+        given = with_preset({name: getattr(self, name) for name in names if getattr(self, name) is not None})
         if self.method != "phsa":
             given.pop("lam", None)
         if self.layers:
