@@ -10,7 +10,7 @@ namespace phsa::cli {
 namespace {
 
 struct ExportFlags {
-  std::string model, adapter, out, format, type;
+  std::string model, adapter, out, format, type, config_file;
   int32_t threads = 0;
   bool force = false;
 };
@@ -30,6 +30,7 @@ void Export(const ExportFlags& flags) {
       flags.format == "gguf" || (flags.format.empty() && named_gguf) ? ExportFormat::kGguf : ExportFormat::kSafetensors;
   options.type = TypeFromName(flags.type);
   options.replace = flags.force;
+  if (!flags.config_file.empty()) options.settings = ReadSettingsFile(flags.config_file);
   ProgressBar bar("writing");
   options.progress = [&](double share) {
     bar.Update(share, BytesInWords(source->file_bytes()));
@@ -60,6 +61,8 @@ void AddExportCommand(CLI::App& app) {
       ->add_option("--type", flags->type,
                    "of the weights: f32, f16, bf16, for gguf also q8_0; the model's own, or f16 where that is another")
       ->check(CLI::IsMember({"f32", "f16", "bf16", "q8_0"}));
+  command->add_option("--phsa-config", flags->config_file,
+                      "a JSON file with settings of the attention that the output carries, as `phsa tune` writes them");
   command->add_option("-t,--threads", flags->threads, "threads; 0: one per core");
   command->add_flag("--force", flags->force, "replaces what is there");
   command->callback([flags] { Export(*flags); });

@@ -108,6 +108,7 @@ int Main(int argc, char** argv) {
   AddInspectCommand(app);
   AddNiahCommand(app);
   AddCompareCommand(app);
+  AddTuneCommand(app);
   AddPunctuationCommand(app);
   AddTokenizeCommand(app);
   AddPrepareCommand(app);

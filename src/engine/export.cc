@@ -10,12 +10,15 @@
 #include "base/new_file.h"
 #include "engine/attention_choice.h"
 #include "engine/engine.h"
+#include "io/gguf.h"
 #include "io/gguf_names.h"
 #include "io/hf_config.h"
 #include "io/json.h"
+#include "io/model_store.h"
 #include "io/model_writer.h"
 #include "model/rope.h"
 #include "model/weights.h"
+#include "phsa/punctuation.h"
 #include "tokenizer/convert.h"
 
 namespace phsa {
@@ -85,6 +88,35 @@ int64_t RowForGguf(const ModelTensor& tensor, const ModelConfig& config, int64_t
   return head * config.head_dim + i / 2 + (i % 2) * half;
 }
 
+// Settings as a model carries them: complete, and with the ids in place of a file of punctuation.
+std::string Carriable(const ModelSource& source, const std::string& settings) {
+  SettingsFromJson(settings);  // judges it
+  Json json = Json::parse(settings);
+  const std::vector<std::string> sets = PunctuationSetNames();
+  const auto name = json.find("punctuation");
+  if (name != json.end() && name->is_string() &&
+      std::find(sets.begin(), sets.end(), name->get<std::string>()) == sets.end()) {
+    *name = PunctuationOf(LoadTokenizer(source), name->get<std::string>()).Ids();
+  }
+  ModelConfig config = source.config();
+  config.phsa_settings = json.dump();
+  return CarriedSettings(config);
+}
+
+// As phsa.hf.enable leaves them: with the ids of the punctuation, so that no tokenizer is needed.
+template <class AnyJson>
+void AddToConfig(const ModelSource& source, const std::string& carried, AnyJson* config) {
+  AnyJson settings = AnyJson::parse(carried);
+  config->erase("phsa_punctuation_ids");
+  if (settings["punctuation"].is_array()) {
+    (*config)["phsa_punctuation_ids"] = std::exchange(settings["punctuation"], "custom");
+  } else if (source.gguf_tokenizer() || source.tokenizer_json()) {
+    (*config)["phsa_punctuation_ids"] =
+        PunctuationOf(LoadTokenizer(source), settings["punctuation"].template get<std::string>()).Ids();
+  }
+  (*config)["phsa"] = std::move(settings);
+}
+
 class Exporter {
  public:
   Exporter(const ModelSource& source, const ExportOptions& options, ThreadPool& threads)
@@ -93,7 +125,7 @@ class Exporter {
     const TensorType own = tensors_.front().tensor->type;  // the embedding's
     const bool plain = own == TensorType::kF32 || own == TensorType::kF16 || own == TensorType::kBf16;
     type_ = options.type.value_or(plain ? own : TensorType::kF16);
-    carried_ = CarriedSettings(config_);
+    carried_ = options.settings.empty() ? CarriedSettings(config_) : Carriable(source, options.settings);
   }
 
   bool ToFolder(const fs::path& out) {
@@ -277,15 +309,7 @@ class Exporter {
     json.erase("dtype");
     json["torch_dtype"] = type_ == TensorType::kF32 ? "float32" : type_ == TensorType::kF16 ? "float16" : "bfloat16";
     if (carried_.empty()) return json;
-    // As phsa.hf.enable leaves them: with the ids of the punctuation, so that no tokenizer is needed.
-    Json& settings = json["phsa"] = Json::parse(carried_);
-    json.erase("phsa_punctuation_ids");
-    if (settings["punctuation"].is_array()) {
-      json["phsa_punctuation_ids"] = std::exchange(settings["punctuation"], "custom");
-    } else if (source_.gguf_tokenizer() || source_.tokenizer_json()) {
-      json["phsa_punctuation_ids"] =
-          PunctuationOf(LoadTokenizer(source_), settings["punctuation"].get<std::string>()).Ids();
-    }
+    AddToConfig(source_, carried_, &json);
     return json;
   }
 
@@ -428,6 +452,54 @@ bool ExportModel(const ModelSource& source, const fs::path& out, const ExportOpt
   }
   Exporter exporter(source, options, threads);
   return options.format == ExportFormat::kGguf ? exporter.ToGguf(out) : exporter.ToFolder(out);
+}
+
+void CheckInstall(const ModelSource& source) {
+  if (source.adapter() != nullptr) return;
+  for (const PackagedModel& model : PackagedModels()) {
+    std::error_code ignored;
+    const fs::path cached = CachedModel(model);
+    if (cached.empty() || !fs::equivalent(cached, source.path(), ignored)) continue;
+    ThrowInvalid(
+        "{}: is the packaged model {}, whose file is checked by its sum; write the settings into a copy of it, or give "
+        "them by file",
+        source.path(), model.name);
+  }
+}
+
+namespace {
+
+void InstallIntoGguf(const fs::path& path, const std::string& carried) {
+  const GgufFile model{MappedFile(path)};
+  NewFile file(path);
+  file.Write(model.HeaderWithText("phsa.settings", carried));
+  const uint64_t begin = std::min<uint64_t>(model.data_start(), model.file().size());
+  file.Write(model.file().data() + begin, model.file().size() - begin);
+  file.Keep();
+}
+
+}  // namespace
+
+void InstallSettings(const ModelSource& source, const std::string& settings) {
+  CheckInstall(source);
+  const std::string carried = Carriable(source, settings);
+  if (source.adapter() == nullptr && !fs::is_directory(source.path())) {
+    InstallIntoGguf(source.path(), carried);
+    return;
+  }
+  const bool adapter = source.adapter() != nullptr;
+  const fs::path path =
+      adapter ? fs::path(source.adapter()->path()) / "phsa.json" : fs::path(source.path()) / "config.json";
+  nlohmann::ordered_json json;
+  if (adapter) {
+    json = nlohmann::ordered_json::parse(carried);
+  } else {
+    json = nlohmann::ordered_json::parse(ReadTextFile(path, kMaxJsonBytes));
+    AddToConfig(source, carried, &json);
+  }
+  NewFile file(path);
+  file.Write(json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n");
+  file.Keep();
 }
 
 }  // namespace phsa

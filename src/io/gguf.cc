@@ -338,7 +338,10 @@ void GgufFile::ReadTensors(Reader* reader, uint64_t count) {
   if (alignment < 8 || alignment > kLargestAlignment || (alignment & (alignment - 1)) != 0) {
     ThrowInvalid("{} is {}; allowed: powers of 2 from 8 to {}", Where(kAlignmentKey), alignment, kLargestAlignment);
   }
-  PlaceTensors((reader->offset() + alignment - 1) / alignment * alignment, alignment);
+  alignment_ = alignment;
+  header_end_ = reader->offset();
+  data_start_ = (header_end_ + alignment - 1) / alignment * alignment;
+  PlaceTensors(data_start_, alignment);
 }
 
 void GgufFile::PlaceTensors(uint64_t data_start, uint64_t alignment) {
@@ -374,6 +377,33 @@ void GgufFile::PlaceTensors(uint64_t data_start, uint64_t alignment) {
                    Quoted(before.name), Quoted(after.name), after.file_offset);
     }
   }
+}
+
+std::string GgufFile::HeaderWithText(std::string_view key, std::string_view text) const {
+  constexpr size_t kCounts = sizeof(kMagic) + sizeof(uint32_t), kEntries = kCounts + 2 * sizeof(uint64_t);
+  const auto bytes = [](auto value) { return std::string(reinterpret_cast<const char*>(&value), sizeof(value)); };
+  const auto counted = [&](std::string_view one) { return bytes(uint64_t{one.size()}) + std::string(one); };
+  const std::string_view old = Text(file_.data(), header_end_);
+  // The bytes of the entry that goes: from its key's length to the next entry, which begins with its own.
+  size_t gone_begin = kEntries, gone_end = kEntries;
+  const auto known = entry_by_key_.find(key);
+  if (known != entry_by_key_.end()) {
+    const auto begin_of = [&](const Entry& entry) {
+      return static_cast<size_t>(reinterpret_cast<const uint8_t*>(entry.key.data()) - file_.data()) - sizeof(uint64_t);
+    };
+    const Entry& entry = entries_[known->second];
+    if (entry.value.type != GgufType::kString) WrongType(key, entry.value, "string");
+    gone_begin = begin_of(entry);
+    gone_end = static_cast<size_t>(entry.value.offset + entry.value.count);
+  }
+  const uint64_t entries = entries_.size() + (known == entry_by_key_.end() ? 1 : 0);
+  std::string header(old.substr(0, kCounts));
+  header += bytes(uint64_t{tensors_.size()}) + bytes(entries);
+  header += counted(key) + bytes(static_cast<uint32_t>(GgufType::kString)) + counted(text);
+  header += old.substr(kEntries, gone_begin - kEntries);
+  header += old.substr(gone_end);
+  header.resize((header.size() + alignment_ - 1) / alignment_ * alignment_);
+  return header;
 }
 
 const Tensor* GgufFile::FindTensor(std::string_view name) const {

@@ -66,6 +66,11 @@ class GgufFile {
   std::optional<std::vector<std::string>> Strings(std::string_view key) const;
   const GgufValue* Find(std::string_view key) const;
 
+  // The header with this text among the metadata, in place of what the key had, up to where the tensors' data begin:
+  // with the file's bytes from data_start() on behind it, it is the same model.
+  std::string HeaderWithText(std::string_view key, std::string_view text) const;
+  uint64_t data_start() const { return data_start_; }
+
   // "{path}: {key} at offset {n}", for messages about a value.
   std::string Where(std::string_view key) const;
 
@@ -77,6 +82,7 @@ class GgufFile {
 
   MappedFile file_;
   uint32_t version_ = 0;
+  uint64_t header_end_ = 0, data_start_ = 0, alignment_ = 0;
   std::vector<Entry> entries_;
   std::vector<Tensor> tensors_;
   // Trees, not hash tables: nobody can choose names that make them slow.
