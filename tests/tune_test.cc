@@ -86,7 +86,10 @@ TEST(Tune, TheBestSettingsOfAMadeUpModelAreFound) {
   // What is best is not where the search begins, and the samples' noise is larger than most differences.
   Scorer scorer([](const Settings& s) {
     return Off(s.parts, 4) * 0.2 + Off(s.init_tokens, 64) * 0.1 + Off(s.local_tokens, 64) * 0.15 +
-           std::abs(s.lambda - 0.75) + (s.parts > 1 ? Off(s.survivors, 128) * 0.05 : 0.3);
+           std::abs(s.lambda - 0.75) +
+           (s.parts == 1       ? 0.3
+            : s.survivors == 0 ? 0.1
+                               : Off(s.survivors, 128) * 0.05);
   });
   const std::optional<TuneResult> result = Tune(Options(), scorer.callbacks());
   ASSERT_TRUE(result.has_value());
