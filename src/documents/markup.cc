@@ -34,7 +34,10 @@ void InitParser() {
 }
 
 struct FreeContext {
-  void operator()(xmlParserCtxtPtr context) const { xmlFreeParserCtxt(context); }
+  void operator()(xmlParserCtxtPtr context) const {
+    xmlFreeDoc(context->myDoc);  // made for the entities that a file declares, and not the context's own
+    xmlFreeParserCtxt(context);
+  }
 };
 using Context = std::unique_ptr<xmlParserCtxt, FreeContext>;
 
