@@ -575,7 +575,7 @@ WRONG: list[tuple[type[Exception], list[str], Callable[[phsa.LLM], object]]] = [
     (TypeError, ["stop_token_ids"], lambda llm: llm.generate("x", stop_token_ids=["a"])),
     (ValueError, ["frequency_penalty", "3"], lambda llm: llm.generate("x", frequency_penalty=3)),
     (ValueError, ["presence_penalty", "-3"], lambda llm: asyncio.run(first(llm.astream("x", presence_penalty=-3)))),
-    (ValueError, ["grammar", "no rule root"], lambda llm: llm.generate("x", grammar="a ::= b")),
+    (ValueError, ["grammar", "no rule root"], lambda llm: llm.generate("x", grammar='a ::= "b"')),
     (ValueError, ["json_schema", "#/not"], lambda llm: llm.generate("x", json_schema={"not": {}})),
     (ValueError, ["json_schema", "valid JSON"], lambda llm: llm.stream("x", json_schema="{")),
     (ValueError, ["both"], lambda llm: llm.generate("x", json_schema={}, grammar='root ::= "x"')),
@@ -586,7 +586,7 @@ WRONG: list[tuple[type[Exception], list[str], Callable[[phsa.LLM], object]]] = [
     (ValueError, ["no-such"], lambda llm: llm.set_adapter("no-such")),
     (ValueError, ["message 0"], lambda llm: llm.chat([{"role": "user"}])),
     (ValueError, ["message"], lambda llm: llm.chat([])),
-    (ValueError, ["tool"], lambda llm: llm.chat([{"role": "tool", "content": "x"}])),
+    (ValueError, ["narrator", "allowed"], lambda llm: llm.chat([{"role": "narrator", "content": "x"}])),
     (ValueError, ["sparse", "phsa", "infllm2"], lambda llm: llm.set_attention("sparse")),
     (ValueError, ["lambda", "2"], lambda llm: llm.set_attention("phsa", lam=2)),
     (

@@ -755,7 +755,7 @@ def test_the_library_judges_settings_too() -> None:
     selection = torch.empty(100, 2, 1, dtype=torch.int32)
 
     def forward(block: int, out: Tensor) -> None:
-        settings = (1, block, 16, 16, 1, 0.5, None, 0, 0)
+        settings = (1, block, 16, 16, 1, 0.5, None, 0, 0, 1, 0)
         args = (q, k, v, flags, None, lens, lens, start, start, *settings, 0.125)
         ops._kernel("forward", q.device, args, (out, lse, selection, None))
 

@@ -118,7 +118,7 @@ std::string SettingsText(const Settings& settings, const Settings* base) {
   add("", policy, base == nullptr ? nullptr : &usual_policy);
   add("blocks of ", settings.block_size, of(&Settings::block_size));
   add("K ", settings.top_k, of(&Settings::top_k));
-  add("parts ", settings.parts, of(&Settings::parts));
+  if (settings.parts > 1 || (base != nullptr && base->parts > 1)) add("parts ", settings.parts, of(&Settings::parts));
   if (settings.parts > 1) add("survivors ", settings.survivors, of(&Settings::survivors));
   add("init ", settings.init_tokens, of(&Settings::init_tokens));
   add("local ", settings.local_tokens, of(&Settings::local_tokens));
