@@ -24,8 +24,9 @@ python := $(abspath $(PHSA_VENV))/bin/python
 no_aslr := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
 # Tested with CUDA in it where there is an nvcc: nothing else compiles the kernels and the engine for a GPU. These tests run
-# on the CPU, whose bits they know; those of a GPU are scripts/test-cuda.sh's.
-test_options = -DPHSA_COMPILE_TOGETHER=OFF -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python) -DPHSA_CUDA=AUTO -DPHSA_CUDA_ARCHITECTURES=90a-real
+# on the CPU, whose bits they know; those of a GPU are scripts/test-cuda.sh's. Sources are compiled together as for the
+# demo, the install and pip; the sanitizers' builds compile each alone.
+test_options = -DPHSA_COMPILE_TOGETHER=ON -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(python) -DPHSA_CUDA=AUTO -DPHSA_CUDA_ARCHITECTURES=90a-real
 
 # The steps of a command run in order; the tools inside each step run in parallel.
 .NOTPARALLEL:
@@ -49,8 +50,6 @@ test-long: packages-test venv ## what takes longer: sanitizers in everything, fu
 	for preset in asan-full tsan-full; do \
 	  cmake --preset $$preset && cmake --build --preset $$preset && $(no_aslr) ctest --preset $$preset || exit; \
 	done
-	cmake --preset release -B build/together -DPHSA_COMPILE_TOGETHER=ON  # as make demo, make install and pip do
-	cmake --build build/together --target phsa_program phsa_python_engine
 	$(MAKE) fuzz FUZZ_SECONDS=$(LONG_FUZZ_SECONDS)
 	$(MAKE) test-python PYTEST_ARGS="-m long $(PYTEST_ARGS)"
 

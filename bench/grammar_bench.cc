@@ -72,7 +72,7 @@ string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )
 number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
 ws ::= | " " | "\n" [ \t]{0,20}
 )GBNF";
-  return {{"json_schema", [] { return phsa::CompileJsonSchema(kSchema, "schema"); }, record},
+  return {{"json_schema", [] { return phsa::CompileJsonSchemaText(kSchema, "schema"); }, record},
           {"json_object", [] { return phsa::CompileJsonObject(); }, record},
           {"GBNF of JSON", [] { return phsa::CompileGbnf(kGbnf, "grammar"); }, record}};
 }

@@ -64,18 +64,22 @@ function(phsa_add_folder name)
 endfunction()
 
 # phsa_compile_together(<name> <source>...): with PHSA_COMPILE_TOGETHER these sources of a folder are one for the
-# compiler, which then reads what they all include once: half of the work of a build from nothing. For who builds once:
-# ccache does not know such a source again in another folder, and after a change of one all are compiled. What two
-# sources keep to themselves under one name keeps them from being in one list.
+# compiler, which then reads what they all include once: half of the work of a build from nothing. After a change of one
+# all are compiled. What two sources keep to themselves under one name keeps them from being in one list. CMake's own
+# UNITY_BUILD writes absolute paths, which ccache does not know again in another clone.
 option(PHSA_COMPILE_TOGETHER "Sources with the same includes are compiled together" OFF)
 mark_as_advanced(PHSA_COMPILE_TOGETHER)
 function(phsa_compile_together name)
   if(NOT PHSA_COMPILE_TOGETHER OR PHSA_SANITIZE)
     return()
   endif()
-  set_target_properties(phsa_${name} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
-  list(GET ARGN 0 group)
-  set_property(SOURCE ${ARGN} PROPERTY UNITY_GROUP ${group})
+  list(TRANSFORM ARGN REPLACE "(.+)" "#include \"${name}/\\1\"\n" OUTPUT_VARIABLE includes)
+  list(JOIN includes "" includes)
+  list(GET ARGN 0 first)
+  set(together ${PHSA_INCLUDE_ROOTS}/together/${name}_${first})
+  file(CONFIGURE OUTPUT ${together} CONTENT "${includes}" @ONLY)
+  set_source_files_properties(${ARGN} PROPERTIES HEADER_FILE_ONLY ON)
+  target_sources(phsa_${name} PRIVATE ${together})
   # A class whose fields are of a type that its source keeps to itself: these sources are included nowhere else.
   target_compile_options(phsa_${name} PRIVATE -Wno-subobject-linkage)
 endfunction()

@@ -29,7 +29,7 @@ std::shared_ptr<const phsa::TokenTrie> MakeTrie() {
 
 std::shared_ptr<const phsa::Grammar> Compile(char kind, std::string_view text) {
   if (kind % 3 == 0) return phsa::CompileGbnf(text, "grammar");
-  if (kind % 3 == 1) return phsa::CompileJsonSchema(text, "schema");
+  if (kind % 3 == 1) return phsa::CompileJsonSchemaText(text, "schema");
   const std::string pattern(text);
   return phsa::CompileJsonSchema(phsa::OrderedJson{{"type", "string"}, {"pattern", pattern}}, "schema");
 }

@@ -38,7 +38,7 @@ bool Takes(const std::shared_ptr<const Grammar>& grammar, std::string_view text)
 }
 
 std::shared_ptr<const Grammar> Gbnf(std::string_view text) { return CompileGbnf(text, "grammar"); }
-std::shared_ptr<const Grammar> Schema(std::string_view text) { return CompileJsonSchema(text, "schema"); }
+std::shared_ptr<const Grammar> Schema(std::string_view text) { return CompileJsonSchemaText(text, "schema"); }
 
 template <class Fn>
 std::string Refusal(const Fn& fn) {

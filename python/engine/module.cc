@@ -140,7 +140,7 @@ std::shared_ptr<const Grammar> AskedGrammar(const std::optional<std::string>& gr
   static GrammarCache cache;
   if (grammar && schema) ThrowInvalid("grammar and json_schema are both there; give one");
   if (grammar) return cache.Get("gbnf " + *grammar, [&] { return CompileGbnf(*grammar, "grammar"); });
-  if (schema) return cache.Get("schema " + *schema, [&] { return CompileJsonSchema(*schema, "json_schema"); });
+  if (schema) return cache.Get("schema " + *schema, [&] { return CompileJsonSchemaText(*schema, "json_schema"); });
   return nullptr;
 }
 

@@ -58,7 +58,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "PHSA_TORCH": "OFF",
         "SKBUILD_BUILD_DIR": str(build.parent / "wheel"),
         "SKBUILD_CMAKE_DEFINE": ";".join(
-            ("PHSA_WERROR=ON", "PHSA_COMPILE_TOGETHER=OFF", f"PHSA_INCLUDE_ROOTS={build.parent / 'include-roots'}")
+            ("PHSA_WERROR=ON", "PHSA_COMPILE_TOGETHER=ON", f"PHSA_INCLUDE_ROOTS={build.parent / 'include-roots'}")
         ),
         "CMAKE_BUILD_PARALLEL_LEVEL": os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count())),
     }

@@ -194,7 +194,7 @@ GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& c
   if (!flags.grammar_file.empty()) {
     options.grammar = CompileGbnf(ReadTextFile(flags.grammar_file, kMaxGrammarBytes), flags.grammar_file);
   } else if (!flags.schema_file.empty()) {
-    options.grammar = CompileJsonSchema(ReadTextFile(flags.schema_file, kMaxGrammarBytes), flags.schema_file);
+    options.grammar = CompileJsonSchemaText(ReadTextFile(flags.schema_file, kMaxGrammarBytes), flags.schema_file);
   }
   return options;
 }

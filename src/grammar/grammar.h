@@ -21,7 +21,7 @@ class Grammar;  // compiled; never changes, and may be shared by requests and th
 std::shared_ptr<const Grammar> CompileGbnf(std::string_view text, const std::string& place);
 // What JSON Schema of the text asks for; what it asks for and is not supported is refused by its JSON pointer.
 std::shared_ptr<const Grammar> CompileJsonSchema(const OrderedJson& schema, const std::string& place);
-std::shared_ptr<const Grammar> CompileJsonSchema(std::string_view schema, const std::string& place);
+std::shared_ptr<const Grammar> CompileJsonSchemaText(std::string_view schema, const std::string& place);
 // Any JSON object.
 std::shared_ptr<const Grammar> CompileJsonObject();
 

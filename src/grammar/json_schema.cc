@@ -732,7 +732,7 @@ std::shared_ptr<const Grammar> CompileJsonSchema(const OrderedJson& schema, cons
   return builder.Finish(root);
 }
 
-std::shared_ptr<const Grammar> CompileJsonSchema(std::string_view schema, const std::string& place) {
+std::shared_ptr<const Grammar> CompileJsonSchemaText(std::string_view schema, const std::string& place) {
   return CompileJsonSchema(ParseSchemaText(schema, place), place);
 }
 
