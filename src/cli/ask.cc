@@ -38,19 +38,6 @@ struct AskFlags {
   bool no_cache = false, json = false;
 };
 
-// What the user's turn says.
-std::string MakeTurn(const std::vector<Document>& documents, const std::string& question) {
-  std::string turn;
-  for (const Document& document : documents) {
-    // One document needs no name, and is read as `phsa run` reads it.
-    if (documents.size() > 1) turn += fmt::format("File: {}\n\n", document.name);
-    turn += document.text;
-    turn += "\n\n";
-  }
-  turn += question;
-  return turn;
-}
-
 std::vector<Document> Documents(const AskFlags& flags) {
   if (flags.words.size() < 2) {
     ThrowInvalid("ask: {}; give files and, behind them, the question: phsa ask -m MODEL FILE… \"question\"",
@@ -79,7 +66,7 @@ Located Locate(const Tokenizer& tokenizer, std::span<const int32_t> prompt, cons
   SourceFinder finder(tokenizer, prompt);
   finder.Enter(turn);
   for (const Document& document : documents) {
-    if (documents.size() > 1) finder.Pass(fmt::format("File: {}\n\n", document.name));
+    if (documents.size() > 1) finder.Pass(DocumentTitle(document));
     std::optional<SourceText> text =
         finder.Find(document.text, document.code ? SentenceKind::kLines : SentenceKind::kProse);
     if (!text) ThrowInvalid("{}: the chat template changes its text, so that no source can be named", document.name);
@@ -125,7 +112,7 @@ void PrintSources(const std::vector<Passage>& passages, const std::vector<Docume
 
 void Ask(const AskFlags& flags) {
   const std::vector<Document> documents = Documents(flags);
-  const std::string turn = MakeTurn(documents, flags.words.back());
+  const std::string turn = TurnAbout(documents, flags.words.back());
   std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
   const GenerateOptions options = SamplingOptions(flags.sampling, source->config());
   Tokenizer tokenizer = LoadTokenizer(*source);

@@ -64,6 +64,19 @@ std::vector<int32_t> PromptTokens(const PromptFlags& flags, const ModelSource& s
   return chat.Encode(messages, true, tokenizer);
 }
 
+std::string DocumentTitle(const Document& document) { return fmt::format("File: {}\n\n", document.name); }
+
+std::string TurnAbout(std::span<const Document> documents, std::string_view question) {
+  std::string turn;
+  for (const Document& document : documents) {
+    if (documents.size() > 1) turn += DocumentTitle(document);
+    turn += document.text;
+    turn += "\n\n";
+  }
+  turn += question;
+  return turn;
+}
+
 int32_t ContextFor(size_t prompt_tokens, int32_t answer, const ModelConfig& config) {
   if (prompt_tokens >= static_cast<size_t>(config.context)) {
     ThrowInvalid("the prompt has {} tokens, the model's context {}; give a shorter text", prompt_tokens,
