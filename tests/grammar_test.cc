@@ -301,6 +301,33 @@ TEST(GrammarExpression, TextBeforeATriggerIsFreeAndBehindItTheGrammarHolds) {
   EXPECT_TRUE(matcher.MayEnd());
 }
 
+TEST(GrammarExpression, ATriggerMayCountOnlyWhereTheTextBegins) {
+  using E = GrammarExpression;
+  const E rest = E::Once(E::Text(": \"f\"}"));
+  const auto grammar = CompileExpression(
+      E::FreeText({{"<call>", E::Text("x")}, {"{\"name\"", rest, true}, {"[{\"n", rest, true}}, true));
+  ExpectTakes(grammar,
+              {"", "{", "{\"nam", "{\"nose\": 1}", "see {\"name\": 1", "{\"name\": \"f\"}", "\n {\"name\": \"f\"}",
+               "[{\"n: \"f\"}", "<call>x {\"name\"", "{\"na<call>x", "{\"<<call>x<call>x", "[[{\"n"},
+              {"{\"name\"", "{\"name\": 1", "{\"name\": \"f\"}x", " [{\"n\"", "{\"na<call>y", "<call>"});
+  // Made once, however often it is there.
+  const E large = E::Text(std::string(20000, 'a'));
+  EXPECT_NE(Refusal([&] {
+              std::vector<E> parts(20, large);
+              CompileExpression(E::Choice(parts));
+            }),
+            "");
+  const std::vector<E> shared(20, E::Once(large));
+  EXPECT_TRUE(Takes(CompileExpression(E::Choice(shared)), std::string(20000, 'a')));
+}
+
+TEST(GrammarExpression, UntilAMarkAllIsFreeAndTheMarkMustCome) {
+  using E = GrammarExpression;
+  const auto grammar = CompileExpression(E::Sequence({E::Until({"</think>"}), E::Space(), E::Text("yes")}));
+  ExpectTakes(grammar, {"</think>yes", "a </think </thin</think>\n  yes", "</think> yes"},
+              {"", "a", "yes", "</think>", "a</think>no", "</think>\n\nyes"});
+}
+
 TEST(JsonSchema, ObjectsHaveTheirPropertiesInOrder) {
   const auto grammar = Schema(R"({"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "boolean"},
       "m": {"type": ["string", "null"]}}, "required": ["z", "m"], "additionalProperties": false})");

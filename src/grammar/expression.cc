@@ -30,9 +30,13 @@ struct GrammarExpression::Node {
   };
   struct Free {
     std::vector<Trigger> triggers;
-    bool again;
+    bool again, may_end;
   };
-  std::variant<std::string, AnyJson, SchemaOf, GbnfOf, Parts, Repeated, Free> what;
+  struct Once {
+    GrammarExpression part;
+  };
+  struct Space {};
+  std::variant<std::string, AnyJson, SchemaOf, GbnfOf, Parts, Repeated, Free, Once, Space> what;
 };
 
 namespace {
@@ -43,67 +47,100 @@ GrammarExpression Make(Node node) { return GrammarExpression(std::make_shared<co
 
 int32_t Add(Builder& builder, int32_t from, const GrammarExpression& expression);
 
-// The automaton of Aho and Corasick: in each state, how much of a trigger was written last.
-int32_t AddFreeText(Builder& builder, int32_t from, const Node::Free& free) {
-  struct State {
+// The automaton of Aho and Corasick: in each state, how much of a trigger was written last. Those that count where the
+// text begins are a tree of their own; who leaves it is where the same text leads in the other one.
+class FreeTextWriter {
+ public:
+  FreeTextWriter(Builder& builder, const Node::Free& free) : builder_(builder), free_(free), nodes_(2) {
+    for (size_t i = 0; i < free.triggers.size(); ++i) Insert(free.triggers[i], static_cast<int>(i));
+    FindFallbacks(kAnywhere);
+    FindFallbacks(kFirst);
+  }
+
+  int32_t Write(int32_t from) {
+    for (size_t i = 0; i < nodes_.size(); ++i) states_.push_back(builder_.State());
+    end_ = builder_.State();
+    builder_.Empty(from, states_[nodes_[kFirst].next.empty() ? kAnywhere : kFirst]);
+    for (size_t i = 0; i < nodes_.size(); ++i) WriteNode(i);
+    return end_;
+  }
+
+ private:
+  static constexpr size_t kAnywhere = 0, kFirst = 1;  // the trees' roots
+  struct TreeNode {
     std::map<uint8_t, size_t> next;
     size_t fallback = 0;
     int trigger = -1;      // that ends here
     bool control = false;  // within a control token, which is nothing else
   };
-  std::vector<State> nodes(1);
-  for (size_t i = 0; i < free.triggers.size(); ++i) {
-    size_t at = 0;
-    for (const char c : free.triggers[i].text) {
-      const auto [found, is_new] = nodes[at].next.try_emplace(static_cast<uint8_t>(c), nodes.size());
-      const bool control = nodes[at].control || c == kControlByte;
+
+  void Insert(const GrammarExpression::Trigger& trigger, int index) {
+    const size_t root = trigger.first ? kFirst : kAnywhere;
+    size_t at = root;
+    for (const char c : trigger.text) {
+      const auto [found, is_new] = nodes_[at].next.try_emplace(static_cast<uint8_t>(c), nodes_.size());
+      const bool control = nodes_[at].control || c == kControlByte;
       at = found->second;
-      if (is_new) nodes.emplace_back();
-      nodes[at].control = control;
+      if (is_new) nodes_.emplace_back();
+      nodes_[at].control = control;
     }
-    PHSA_CHECK(at != 0 && nodes[at].trigger < 0);
-    nodes[at].trigger = static_cast<int>(i);
+    PHSA_CHECK(at != root && nodes_[at].trigger < 0);
+    nodes_[at].trigger = index;
   }
-  std::queue<size_t> work;
-  const auto next_of = [&](size_t at, uint8_t byte) {
-    for (;; at = nodes[at].fallback) {
-      if (const auto found = nodes[at].next.find(byte); found != nodes[at].next.end()) return found->second;
-      if (at == 0) return size_t{0};
+
+  size_t Next(size_t at, uint8_t byte) const {
+    for (;; at = nodes_[at].fallback) {
+      if (const auto found = nodes_[at].next.find(byte); found != nodes_[at].next.end()) return found->second;
+      if (at == kAnywhere) return at;
     }
-  };
-  for (const auto& [byte, to] : nodes[0].next) work.push(to);
-  while (!work.empty()) {
-    const size_t at = work.front();
-    work.pop();
-    for (const auto& [byte, to] : nodes[at].next) {
-      nodes[to].fallback = next_of(nodes[at].fallback, byte);
+  }
+
+  void FindFallbacks(size_t root) {
+    std::queue<size_t> work;
+    for (const auto& [byte, to] : nodes_[root].next) {
+      if (root != kAnywhere) nodes_[to].fallback = Next(kAnywhere, byte);
       work.push(to);
     }
+    while (!work.empty()) {
+      const size_t at = work.front();
+      work.pop();
+      for (const auto& [byte, to] : nodes_[at].next) {
+        nodes_[to].fallback = Next(nodes_[at].fallback, byte);
+        work.push(to);
+      }
+    }
   }
-  std::vector<int32_t> states;
-  for (size_t i = 0; i < nodes.size(); ++i) states.push_back(builder.State());
-  const int32_t end = builder.State();
-  builder.Empty(from, states[0]);
-  for (size_t i = 0; i < nodes.size(); ++i) {
-    if (nodes[i].trigger >= 0) {
-      const int32_t behind = Add(builder, states[i], free.triggers[static_cast<size_t>(nodes[i].trigger)].then);
-      builder.Empty(behind, free.again ? states[0] : end);
-      continue;
+
+  void WriteNode(size_t at) {
+    const TreeNode& node = nodes_[at];
+    if (node.trigger >= 0) {
+      const GrammarExpression::Trigger& trigger = free_.triggers[static_cast<size_t>(node.trigger)];
+      const int32_t behind = Add(builder_, states_[at], trigger.then);
+      builder_.Empty(behind, free_.again && !trigger.first ? states_[kAnywhere] : end_);
+      return;
     }
-    if (nodes[i].control) {
-      for (const auto& [byte, to] : nodes[i].next) builder.Byte(states[i], byte, byte, states[to]);
-      continue;
+    if (node.control) {
+      for (const auto& [byte, to] : node.next) builder_.Byte(states_[at], byte, byte, states_[to]);
+      return;
     }
-    builder.Empty(states[i], end);
+    if (free_.may_end) builder_.Empty(states_[at], end_);
     for (int byte = 0; byte < 256; ++byte) {
-      // A control token is never part of free text, but as a trigger.
       const auto value = static_cast<uint8_t>(byte);
-      const size_t to = next_of(i, value);
-      if (value != static_cast<uint8_t>(kControlByte) || to != 0) builder.Byte(states[i], value, value, states[to]);
+      const bool space = byte == ' ' || byte == '\t' || byte == '\r' || byte == '\n';
+      const size_t to = at == kFirst && space ? kFirst : Next(at, value);
+      // A control token is never part of free text, but as a trigger.
+      if (value != static_cast<uint8_t>(kControlByte) || to != kAnywhere) {
+        builder_.Byte(states_[at], value, value, states_[to]);
+      }
     }
   }
-  return end;
-}
+
+  Builder& builder_;
+  const Node::Free& free_;
+  std::vector<TreeNode> nodes_;
+  std::vector<int32_t> states_;  // of each node
+  int32_t end_ = 0;
+};
 
 int32_t Add(Builder& builder, int32_t from, const GrammarExpression& expression) {
   const auto& what = expression.node().what;
@@ -130,7 +167,12 @@ int32_t Add(Builder& builder, int32_t from, const GrammarExpression& expression)
     return builder.Repeat(from, repeated->min, repeated->max,
                           [&](int32_t at) { return Add(builder, at, repeated->part); });
   }
-  return AddFreeText(builder, from, std::get<Node::Free>(what));
+  if (const auto* once = std::get_if<Node::Once>(&what)) {
+    const std::string key = fmt::format("part {}", fmt::ptr(&expression.node()));
+    return builder.Call(from, builder.SharedRule(key, [&](int32_t at) { return Add(builder, at, once->part); }));
+  }
+  if (std::holds_alternative<Node::Space>(what)) return AddSpace(builder, from);
+  return FreeTextWriter(builder, std::get<Node::Free>(what)).Write(from);
 }
 
 }  // namespace
@@ -153,8 +195,15 @@ GrammarExpression GrammarExpression::Repeat(GrammarExpression part, int min, int
   return Make({Node::Repeated{std::move(part), min, max}});
 }
 GrammarExpression GrammarExpression::FreeText(std::vector<Trigger> triggers, bool again) {
-  return Make({Node::Free{std::move(triggers), again}});
+  return Make({Node::Free{std::move(triggers), again, true}});
 }
+GrammarExpression GrammarExpression::Until(const std::vector<std::string>& marks) {
+  std::vector<Trigger> triggers;
+  for (const std::string& mark : marks) triggers.push_back({mark, Text("")});
+  return Make({Node::Free{std::move(triggers), false, false}});
+}
+GrammarExpression GrammarExpression::Once(GrammarExpression part) { return Make({Node::Once{std::move(part)}}); }
+GrammarExpression GrammarExpression::Space() { return Make({Node::Space{}}); }
 
 std::string ControlTokenText(std::string_view token) { return std::string(1, kControlByte) + std::string(token); }
 

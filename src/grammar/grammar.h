@@ -54,6 +54,12 @@ class GrammarExpression {
   // The text may end wherever it is free.
   struct Trigger;
   static GrammarExpression FreeText(std::vector<Trigger> triggers, bool again);
+  // Any text up to one of the marks, and the mark; the text cannot end before.
+  static GrammarExpression Until(const std::vector<std::string>& marks);
+  // The part, made once in a grammar that has this expression in many places.
+  static GrammarExpression Once(GrammarExpression part);
+  // What may stand between the tokens of a JSON text.
+  static GrammarExpression Space();
 
  private:
   std::shared_ptr<const Node> node_;
@@ -62,6 +68,8 @@ class GrammarExpression {
 struct GrammarExpression::Trigger {
   std::string text;  // not empty; none may be the beginning of another or lie within it
   GrammarExpression then;
+  // It counts only where the text begins, or behind white space there, and the text ends behind what belongs to it.
+  bool first = false;
 };
 
 std::shared_ptr<const Grammar> CompileExpression(const GrammarExpression& expression);
