@@ -825,5 +825,46 @@ TEST(Scheduler, PagesThatAreReservedAreLeftFree) {
   EXPECT_TRUE(scheduler.Take(second));
 }
 
+TEST(Scheduler, SomethingMayBeDoneWithTheTextOfAnEndedAnswerWhileOthersGoOn) {
+  EngineOptions options = FakeOptions(640, 64);
+  options.cache_tokens = 2048;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  const Request plain = MakeRequest(Tokens(200), Greedy(30));
+  const GenerateResult lone = Lone(*engine, plain);
+  Scheduler scheduler(*engine, 4);
+  int calls = 0, lengths = 0;
+  Request request = plain;
+  request.after = [&](Sequence& text) {
+    lengths += text.length();
+    // Reads its end again, as who looks at the attention does.
+    const std::vector<int32_t> tokens = text.tokens();
+    text.Truncate(190);
+    const BatchItem item{&text, std::span(tokens).subspan(190), BatchItem::Logits::kNone};
+    engine->decoder().Step({&item, 1}, [](int32_t, int32_t, const LogitsRow&) {});
+    return ++calls < 3;
+  };
+  Request failing = MakeRequest(Tokens(50, 3), Greedy(4)), stopped = MakeRequest(Tokens(60, 5), Greedy(4));
+  failing.after = [](Sequence&) -> bool { throw std::runtime_error("no"); };
+  bool gone = false;
+  stopped.stop = [&] { return gone; };
+  stopped.after = [&](Sequence&) { return gone = true; };  // would go on for ever
+  const Request other = MakeRequest(Tokens(200), Greedy(60));
+  const int64_t first = scheduler.Add(request), bad = scheduler.Add(failing), left = scheduler.Add(stopped),
+                beside = scheduler.Add(other);
+  int steps = 0;
+  while (calls == 0) {
+    ASSERT_TRUE(scheduler.Step());
+    ASSERT_LT(++steps, 1000);
+    EXPECT_FALSE(scheduler.Take(first));
+  }
+  while (scheduler.Step()) ASSERT_LT(++steps, 1000);
+  EXPECT_EQ(calls, 3);
+  EXPECT_EQ(lengths, 3 * (200 + 29));
+  ExpectSameAnswer(*scheduler.Take(first), lone);
+  EXPECT_THROW(scheduler.Take(bad), std::runtime_error);
+  EXPECT_EQ(scheduler.Take(left)->tokens.size(), 4u);
+  ExpectSameAnswer(*scheduler.Take(beside), Lone(*engine, other));
+}
+
 }  // namespace
 }  // namespace phsa

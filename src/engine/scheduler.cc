@@ -80,14 +80,16 @@ class Scheduler::Impl {
   void Cancel(int64_t id) {
     for (const auto& job : waiting_) job->cancelled = job->cancelled || job->id == id;
     for (const auto& job : running_) job->cancelled = job->cancelled || job->id == id;
+    for (const auto& job : ended_) job->cancelled = job->cancelled || job->id == id;
   }
 
   bool Step() {
     for (const auto& job : waiting_) EndIfStopped(*job);
     for (const auto& job : running_) EndIfStopped(*job);
     RemoveFinished();
+    const bool closes = CloseEnded();
     Admit();
-    if (running_.empty()) return false;
+    if (running_.empty()) return closes;
     for (const auto& job : running_) {
       if (job->leader != 0 && !LeaderReads(*job)) StartWithSharedText(*job);
     }
@@ -141,10 +143,40 @@ class Scheduler::Impl {
     });
   }
 
+  // One more step of what is done with the text of the answer that ended first. False: there was nothing to do.
+  bool CloseEnded() {
+    if (ended_.empty()) return false;
+    Job& job = *ended_.front();
+    const bool stopped = job.cancelled || (job.request.stop && job.request.stop());
+    // It may write into pages that others share by now, and waits while somebody runs who will free some.
+    if (!stopped && !MakeRoom(job) && !running_.empty()) return true;
+    bool more = false;
+    try {
+      more = !stopped && job.request.after(job.sequence);
+    } catch (const Error& error) {
+      if (error.status() == PHSA_IO) throw;
+      job.error = std::current_exception();
+    } catch (...) {
+      job.error = std::current_exception();
+    }
+    if (more) return true;
+    Keep(std::move(job.sequence));
+    finished_[job.id] = std::move(ended_.front());
+    ended_.pop_front();
+    return true;
+  }
+
   void RemoveFinished() {
     const auto take_finished = [&](auto& jobs) {
       for (auto& job : jobs) {
         if (!job->finished) continue;
+        const bool closes =
+            job->request.after && !job->error && job->answer.result().reason != StopReason::kInterrupted;
+        if (closes) {
+          job->longest = job->sequence.length();  // it will not be more
+          ended_.push_back(std::move(job));
+          continue;
+        }
         Keep(std::move(job->sequence));
         finished_[job->id] = std::move(job);
       }
@@ -181,6 +213,10 @@ class Scheduler::Impl {
       pages += to_come(*job);
       counted = counted || job.get() == extra;
     }
+    for (const auto& job : ended_) {
+      pages += to_come(*job);
+      counted = counted || job.get() == extra;
+    }
     return pages + (counted ? 0 : to_come(*extra));
   }
 
@@ -196,6 +232,7 @@ class Scheduler::Impl {
       return count;
     };
     for (const auto& job : running_) count_new(job->sequence);
+    for (const auto& job : ended_) count_new(job->sequence);
     count_new(extra.sequence);
     size_t count = 0;
     for (const Sequence& kept : kept_) count += count_new(kept);
@@ -276,7 +313,7 @@ class Scheduler::Impl {
       }
       job.leader = 0;
       job.sequence.Truncate(0);
-      if (!running_.empty() || reserved_ > 0) return;
+      if (!running_.empty() || !ended_.empty() || reserved_ > 0) return;
       // Alone it fits, unless somebody else holds pages.
       Guarded(job, [&] {
         ThrowInvalid("the request may come to {} tokens, and the KV cache has room for {}; something else uses it",
@@ -415,6 +452,7 @@ class Scheduler::Impl {
   int64_t next_id_ = 1;
   std::deque<std::unique_ptr<Job>> waiting_;
   std::vector<std::unique_ptr<Job>> running_;  // in order of arrival
+  std::deque<std::unique_ptr<Job>> ended_;     // whose texts something is done with
   std::deque<Sequence> kept_;                  // texts of finished requests, the oldest first; none begins another
   std::map<int64_t, std::unique_ptr<Job>> finished_;
   size_t reserved_ = 0;  // pages for somebody else

@@ -24,6 +24,10 @@ struct Request {
   // After each token, and at the end: what there is so far; may be empty.
   std::function<void(const GenerateResult& so_far)> progress;
   std::shared_ptr<const TextAttention> attention = nullptr;  // none: the engine's
+  // Called once a step when the answer has ended by itself, with its text, until it says false: nothing is left to do
+  // with it. Only then is the request finished. It may use the decoder, may not leave the text longer than it was, and
+  // what it throws ends the request as failed. May be empty.
+  std::function<bool(Sequence& text)> after = {};
 };
 
 // How long a step may take while somebody waits for the next token of an answer; a long prompt is then read in smaller
