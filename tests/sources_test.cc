@@ -184,6 +184,30 @@ TEST(Sources, AreTheSentencesWithTheMassThatTheAnswerAloneGives) {
       }
       EXPECT_GT(sum, 0.9);
       EXPECT_LE(sum, 1 + 1e-9);
+      // In small steps the same, but for what products of other shapes round; and it is said which tokens of the answer
+      // it was for.
+      SourceSearch search(*engine, session.sequence().length(), 320, 11, {text},
+                          {.most = 100, .least = 1e-4, .step_pairs = 3000});
+      int steps = 1;
+      while (search.Step(session.sequence())) ++steps;
+      EXPECT_GT(steps, 5);
+      const std::vector<Passage> again = search.Passages();
+      ASSERT_EQ(again.size(), passages.size());
+      for (size_t i = 0; i < again.size(); ++i) {
+        EXPECT_NEAR(again[i].weight, passages[i].weight, 1e-3);
+        ASSERT_FALSE(again[i].used_by.empty());
+        ASSERT_EQ(again[i].used_by.size(), passages[i].used_by.size());
+        double shares = 0;
+        for (size_t k = 0; k < again[i].used_by.size(); ++k) {
+          EXPECT_NEAR(again[i].used_by[k].share, passages[i].used_by[k].share, 1e-2);
+          EXPECT_LT(again[i].used_by[k].token, 11);
+          if (k > 0) {
+            EXPECT_GT(again[i].used_by[k].token, again[i].used_by[k - 1].token);
+          }
+          shares += again[i].used_by[k].share;
+        }
+        EXPECT_LE(shares, 1 + 1e-9);
+      }
     }
   }
 }

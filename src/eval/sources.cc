@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "base/dtype.h"
@@ -85,6 +86,8 @@ class MassMeter {
     const auto heads = static_cast<size_t>(config.num_layers) * static_cast<size_t>(config.num_q_heads);
     mass_.assign(heads * sentences_, 0);
     others_.resize(heads);
+    uses_.resize(static_cast<size_t>(config.num_q_heads));
+    by_query_.assign(static_cast<size_t>((queries + stride_ - 1) / stride_) * sentences_, 0);
   }
 
   // Of steps with one sequence. A step has other queries (those before the texts' end) or the answer's, never both.
@@ -117,6 +120,26 @@ class MassMeter {
     } else {
       for (int32_t head = 0; head < config_.num_q_heads; ++head) run(&call, head, 0);
     }
+    // In the heads' order, whoever was first.
+    for (std::vector<Use>& uses : uses_) {
+      for (const Use& use : uses) {
+        const auto query = static_cast<size_t>((rows_[use.row].position - first_query_) / stride_);
+        by_query_[query * sentences_ + use.sentence] += use.mass;
+      }
+      uses.clear();
+    }
+  }
+
+  // The answer's tokens whose queries were watched, and what each gave to these sentences, over all heads.
+  std::vector<Passage::Use> UsesOf(size_t first_sentence, size_t end_sentence) const {
+    std::vector<Passage::Use> uses;
+    for (size_t query = 0; query < by_query_.size() / sentences_; ++query) {
+      const auto begin = by_query_.begin() + static_cast<std::ptrdiff_t>(query * sentences_);
+      const double mass = std::accumulate(begin + static_cast<std::ptrdiff_t>(first_sentence),
+                                          begin + static_cast<std::ptrdiff_t>(end_sentence), 0.0);
+      uses.push_back({static_cast<int32_t>(query) * stride_, mass});
+    }
+    return uses;
   }
 
   // Of each sentence, over all heads.
@@ -128,8 +151,14 @@ class MassMeter {
 
  private:
   static constexpr int32_t kTile = kPageTokens;
+  // Less than this of a query and a head is nothing to show: most pairs of a query and a sentence.
+  static constexpr float kLeastUse = 1e-4f;
   struct Row {
     int32_t row, position;
+  };
+  struct Use {
+    size_t row, sentence;  // of rows_
+    float mass;
   };
 
   // Which blocks each row and choosing head reads; empty: everything.
@@ -176,12 +205,17 @@ class MassMeter {
                    1);
       for (int32_t d = 0; d < dim; ++d) query[d] *= scale;
     }
+    std::vector<Use>& uses = uses_[static_cast<size_t>(head)];
     std::vector<float> own(rows_.size());  // of each row, on the sentence that is being read
     int32_t sentence = -1;
     const auto flush = [&](int32_t next) {
       if (sentence >= 0) {
         float& mass = mass_[index * sentences_ + static_cast<size_t>(sentence)];
-        for (float& value : own) mass += value * value;
+        for (size_t i = 0; i < own.size(); ++i) {
+          const float square = own[i] * own[i];
+          mass += square;
+          if (square > kLeastUse) uses.push_back({i, static_cast<size_t>(sentence), square});
+        }
       }
       std::fill(own.begin(), own.end(), 0.0f);
       sentence = next;
@@ -285,48 +319,64 @@ class MassMeter {
   std::vector<float> mass_;                                     // [layer][q head][sentence]
   std::vector<std::vector<std::pair<int32_t, float>>> others_;  // [layer][q head]: tokens and the others' mass, summed
   int32_t num_others_ = 0, end_others_ = 0;                     // how many there were, the position behind the last one
+  std::vector<float> by_query_;                                 // [query of the answer][sentence]
   // Of the layer that is watched.
+  std::vector<std::vector<Use>> uses_;  // [q head]
   std::vector<Row> rows_;
   std::vector<uint8_t> reads_;  // [row][choosing head][block]
   int32_t choosing_heads_ = 0, block_size_ = 1, blocks_ = 0;
 };
 
-struct RankedSentence {
-  size_t text, sentence;
-  double weight;
-};
+// Of a passage's uses those worth showing, as shares of all.
+std::vector<Passage::Use> WorthShowing(std::vector<Passage::Use> uses) {
+  double sum = 0, best = 0;
+  for (const Passage::Use& use : uses) {
+    sum += use.share;
+    best = std::max(best, use.share);
+  }
+  std::erase_if(uses, [&](const Passage::Use& use) { return use.share <= 0 || use.share < best / 4; });
+  for (Passage::Use& use : uses) use.share /= sum;
+  return uses;
+}
 
 // Neighbours that both count become one passage.
-std::vector<Passage> MakePassages(std::span<const SourceText> texts, const std::vector<double>& total,
+std::vector<Passage> MakePassages(std::span<const SourceText> texts, const MassMeter& meter,
                                   const SourceOptions& options) {
-  double sum = 0;
-  for (const double value : total) sum += value;
-  std::vector<Passage> passages;
-  if (sum <= 0) return passages;
+  struct Candidate {
+    Passage passage;
+    size_t first, end;  // sentences, of all texts
+  };
+  const std::vector<double> total = meter.Total();
+  const double sum = std::accumulate(total.begin(), total.end(), 0.0);
+  if (sum <= 0) return {};
   const double best = *std::max_element(total.begin(), total.end()) / sum;
+  std::vector<Candidate> candidates;
   size_t index = 0;
   for (size_t text = 0; text < texts.size(); ++text) {
     bool joins = false;
     for (const SourceText::Sentence& sentence : texts[text].sentences) {
-      const double weight = total[index++] / sum;
+      const double weight = total[index] / sum;
       const bool counts = weight >= std::max(options.least, best / 4);
-      if (counts && joins && sentence.end - passages.back().begin <= kMostPassageBytes) {
-        passages.back().end = sentence.end;
-        passages.back().weight += weight;
+      if (counts && joins && sentence.end - candidates.back().passage.begin <= kMostPassageBytes) {
+        candidates.back().passage.end = sentence.end;
+        candidates.back().passage.weight += weight;
+        candidates.back().end = index + 1;
       } else {
-        passages.push_back({text, sentence.begin, sentence.end, weight});
+        candidates.push_back({{text, sentence.begin, sentence.end, weight}, index, index + 1});
       }
       joins = counts;
+      ++index;
     }
   }
-  std::stable_sort(passages.begin(), passages.end(),
-                   [](const Passage& a, const Passage& b) { return a.weight > b.weight; });
-  size_t count = 0;
-  while (count < passages.size() && count < options.most &&
-         (passages[count].weight >= options.least || (count == 0 && passages[count].weight > 0))) {
-    ++count;
+  std::stable_sort(candidates.begin(), candidates.end(),
+                   [](const Candidate& a, const Candidate& b) { return a.passage.weight > b.passage.weight; });
+  std::vector<Passage> passages;
+  for (Candidate& one : candidates) {
+    const bool counts = one.passage.weight >= options.least || (passages.empty() && one.passage.weight > 0);
+    if (!counts || passages.size() == options.most) break;
+    one.passage.used_by = WorthShowing(meter.UsesOf(one.first, one.end));
+    passages.push_back(std::move(one.passage));
   }
-  passages.resize(count);
   return passages;
 }
 
@@ -388,51 +438,100 @@ std::optional<SourceText> SourceFinder::Find(std::string_view text, SentenceKind
   return out;
 }
 
+class SourceSearch::Impl {
+ public:
+  Impl(Engine& engine, int32_t length, int32_t prompt_tokens, int32_t answer_tokens, std::vector<SourceText> texts,
+       const SourceOptions& options)
+      : engine_(engine), options_(options), texts_(std::move(texts)) {
+    int32_t end = 0, sentences = 0;
+    for (const SourceText& text : texts_) {
+      end = std::max(end, text.end);
+      sentences += static_cast<int32_t>(text.sentences.size());
+    }
+    // The query that leads to the answer's first token is the prompt's last one.
+    const int32_t first_query = prompt_tokens - 1;
+    const int32_t queries = std::min(answer_tokens, length - first_query);
+    if (sentences == 0 || queries <= 0) return;
+    PHSA_CHECK(first_query >= 0 && end <= prompt_tokens);
+    std::vector<int32_t> sentence_of(static_cast<size_t>(end), -1);
+    int32_t index = 0;
+    for (const SourceText& text : texts_) {
+      for (const SourceText::Sentence& sentence : text.sentences) {
+        for (int32_t token = sentence.first; token <= sentence.last; ++token) {
+          sentence_of[static_cast<size_t>(token)] = index;
+        }
+        ++index;
+      }
+    }
+    meter_.emplace(engine.config(), engine.cache().layout().dtype, std::move(sentence_of), sentences, first_query,
+                   queries);
+    others_end_ = std::min(end, first_query);
+    at_ = std::max(0, others_end_ - kOtherQueries);
+  }
+
+  bool Step(Sequence& sequence) {
+    if (!meter_) return false;
+    if (tokens_.empty()) {
+      tokens_ = sequence.tokens();
+      sequence.Truncate(at_);
+    }
+    // Those that are nobody's first, in steps of their own.
+    const bool others = at_ < others_end_;
+    const int32_t count = std::min(MostRows(), (others ? others_end_ : Length()) - at_);
+    const BatchItem item{&sequence, std::span(tokens_).subspan(static_cast<size_t>(at_), static_cast<size_t>(count)),
+                         BatchItem::Logits::kNone};
+    // Whoever watches the decoder otherwise does not see this.
+    AttentionObserver before =
+        engine_.decoder().Observe([&](const LayerAttention& seen) { meter_->Watch(seen, others); });
+    try {
+      engine_.decoder().Step({&item, 1}, [](int32_t, int32_t, const LogitsRow&) {});
+    } catch (...) {
+      engine_.decoder().Observe(std::move(before));
+      throw;
+    }
+    engine_.decoder().Observe(std::move(before));
+    at_ += count;
+    return at_ < Length();
+  }
+
+  std::vector<Passage> Passages() const {
+    return meter_ && at_ >= Length() ? MakePassages(texts_, *meter_, options_) : std::vector<Passage>();
+  }
+
+ private:
+  int32_t Length() const { return static_cast<int32_t>(tokens_.size()); }
+  int32_t MostRows() const {
+    constexpr int64_t kFewest = 8;
+    const int32_t most = engine_.decoder().max_rows();
+    if (options_.step_pairs == 0) return most;
+    const int64_t rows = std::max(kFewest, options_.step_pairs / std::max(1, Length()));
+    return static_cast<int32_t>(std::min<int64_t>(most, rows));
+  }
+
+  Engine& engine_;
+  const SourceOptions options_;
+  const std::vector<SourceText> texts_;
+  std::optional<MassMeter> meter_;  // none: there is nothing to find
+  std::vector<int32_t> tokens_;     // from the first step on
+  int32_t at_ = 0, others_end_ = 0;
+};
+
+SourceSearch::SourceSearch(Engine& engine, int32_t length, int32_t prompt_tokens, int32_t answer_tokens,
+                           std::vector<SourceText> texts, const SourceOptions& options)
+    : impl_(std::make_unique<Impl>(engine, length, prompt_tokens, answer_tokens, std::move(texts), options)) {}
+SourceSearch::~SourceSearch() = default;
+SourceSearch::SourceSearch(SourceSearch&&) noexcept = default;
+bool SourceSearch::Step(Sequence& sequence) { return impl_->Step(sequence); }
+std::vector<Passage> SourceSearch::Passages() const { return impl_->Passages(); }
+
 std::vector<Passage> FindSources(Engine& engine, Sequence& sequence, int32_t prompt_tokens, int32_t answer_tokens,
                                  std::span<const SourceText> texts, const std::function<bool()>& stop,
                                  const SourceOptions& options) {
-  int32_t end = 0, sentences = 0;
-  for (const SourceText& text : texts) {
-    end = std::max(end, text.end);
-    sentences += static_cast<int32_t>(text.sentences.size());
-  }
-  // The query that leads to the answer's first token is the prompt's last one.
-  const int32_t first_query = prompt_tokens - 1;
-  const int32_t queries = std::min(answer_tokens, sequence.length() - first_query);
-  if (sentences == 0 || queries <= 0) return {};
-  PHSA_CHECK(first_query >= 0 && end <= prompt_tokens);
-  std::vector<int32_t> sentence_of(static_cast<size_t>(end), -1);
-  int32_t index = 0;
-  for (const SourceText& text : texts) {
-    for (const SourceText::Sentence& sentence : text.sentences) {
-      for (int32_t token = sentence.first; token <= sentence.last; ++token) {
-        sentence_of[static_cast<size_t>(token)] = index;
-      }
-      ++index;
-    }
-  }
-  MassMeter meter(engine.config(), engine.cache().layout().dtype, std::move(sentence_of), sentences, first_query,
-                  queries);
-  const std::vector<int32_t> tokens = sequence.tokens();
-  const int32_t others_end = std::min(end, first_query), others_begin = std::max(0, others_end - kOtherQueries);
-  bool others = true;
-  const Observing observing(engine.decoder(), [&](const LayerAttention& seen) { meter.Watch(seen, others); });
-  const auto read = [&](int32_t begin, int32_t behind) {
-    const int32_t chunk = engine.decoder().max_rows();
-    for (int32_t at = begin; at < behind; at += chunk) {
-      if (stop && stop()) return false;
-      const int32_t count = std::min(chunk, behind - at);
-      const BatchItem item{&sequence, std::span(tokens).subspan(static_cast<size_t>(at), static_cast<size_t>(count)),
-                           BatchItem::Logits::kNone};
-      engine.decoder().Step({&item, 1}, [](int32_t, int32_t, const LogitsRow&) {});
-    }
-    return true;
-  };
-  sequence.Truncate(others_begin);
-  if (others_begin < others_end && !read(others_begin, others_end)) return {};
-  others = false;
-  if (!read(others_end, static_cast<int32_t>(tokens.size()))) return {};
-  return MakePassages(texts, meter.Total(), options);
+  SourceSearch search(engine, sequence.length(), prompt_tokens, answer_tokens, {texts.begin(), texts.end()}, options);
+  do {
+    if (stop && stop()) return {};
+  } while (search.Step(sequence));
+  return search.Passages();
 }
 
 }  // namespace phsa

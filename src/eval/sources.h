@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -54,17 +55,43 @@ struct Passage {
   size_t text = 0;            // which of the texts
   size_t begin = 0, end = 0;  // bytes of it, without white space around
   double weight = 0;          // its share of what counts
+  // Tokens of the answer that it counts for most, ascending, and the share of its weight that comes from each.
+  struct Use {
+    int32_t token;
+    double share;
+  };
+  std::vector<Use> used_by = {};
 };
 
 struct SourceOptions {
   size_t most = 5;      // passages
   double least = 0.05;  // weight of all but the first one
+  // What one step may look at: tokens that are read again times those that they look at; 0: as much as fits.
+  int64_t step_pairs = 0;
 };
 
-// `sequence`: the prompt and the answer as far as it was read, all but its last token, which it may have too. It is the
-// same afterwards, or shorter where `stop` said so or this throws: phsa::Error where the cache has no page left for a
-// copy of those that other texts share. The best passage comes first; none where no text has a sentence or the answer
-// has no token.
+// The sources of an answer, found step by step, so that others can use the engine between the steps.
+class SourceSearch {
+ public:
+  // `length`: tokens of the prompt and the answer as far as they were read: all but the answer's last one, which may be
+  // there too.
+  SourceSearch(Engine& engine, int32_t length, int32_t prompt_tokens, int32_t answer_tokens,
+               std::vector<SourceText> texts, const SourceOptions& options = {});
+  ~SourceSearch();
+  SourceSearch(SourceSearch&&) noexcept;
+  // One step of the decoder. `sequence`: prompt and answer; between the first step and the last it is shorter, and the
+  // same again behind that. False: there is nothing left to do. Throws phsa::Error where the cache has no page left for
+  // a copy of those that other texts share.
+  bool Step(Sequence& sequence);
+  // The best passage comes first; none where no text has a sentence or the answer has no token.
+  std::vector<Passage> Passages() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// All of it at once. None where `stop` said so; then the sequence is shorter.
 std::vector<Passage> FindSources(Engine& engine, Sequence& sequence, int32_t prompt_tokens, int32_t answer_tokens,
                                  std::span<const SourceText> texts, const std::function<bool()>& stop,
                                  const SourceOptions& options = {});
