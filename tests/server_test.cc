@@ -13,6 +13,8 @@
 #include "other_device.h"
 #include "refusal.h"
 #include "server/allowed_hosts.h"
+#include "server/answer_form.h"
+#include "server/answer_sources.h"
 #include "server/answers.h"
 #include "server/api.h"
 #include "server/metrics.h"
@@ -157,6 +159,177 @@ TEST_F(Api, ASchemaHasItsPropertiesInTheOrderOfTheBodyAndIsCompiledOnce) {
   EXPECT_NE(parse(R"({"prompt": "a", "response_format": {"type": "json_object"}})"), nullptr);
   EXPECT_EQ(parse(R"({"prompt": "a", "response_format": {"type": "text"}})"), nullptr);
   EXPECT_NE(parse(R"({"prompt": "a", "grammar": "root ::= [a-z]+"})"), nullptr);
+}
+
+// What an answer with tools may be, by the letters.
+class ChatGrammarTest : public Api {
+ protected:
+  ChatGrammarTest() {
+    request.chat = true;
+    const char* const city = R"({"type": "object", "properties": {"city": {"enum": ["Bern", "Rom"]}},
+                                 "required": ["city"]})";
+    request.tools.tools = {{.name = "look", .parameters = city, .place = "tools[0]"}, {.name = "now"}};
+    request.tools.choice = ToolUse::Choice::kAuto;
+  }
+
+  void Compile(const std::optional<AnswerForm>& form = std::nullopt) { grammar = ChatGrammar(form, model, &request); }
+  bool Takes(const std::string& text) const {
+    GrammarMatcher matcher(grammar, trie);
+    for (const char c : text) {
+      if (!matcher.Accept(static_cast<uint8_t>(c))) return false;
+    }
+    return matcher.MayEnd();
+  }
+  void Expect(const std::vector<std::string>& good, const std::vector<std::string>& bad) const {
+    for (const std::string& text : good) EXPECT_TRUE(Takes(text)) << text;
+    for (const std::string& text : bad) EXPECT_FALSE(Takes(text)) << text;
+  }
+  // A call of `look`, as JSON.
+  static std::string Object(const std::string& city, const std::string& key = "arguments") {
+    return R"({"name": "look", ")" + key + R"(": {"city": ")" + city + "\"}}";
+  }
+  static std::string Tagged(const std::string& call) { return "<tool_call>\n" + call + "\n</tool_call>"; }
+
+  GenerationRequest request;
+  std::shared_ptr<const Grammar> grammar;
+  std::shared_ptr<const TokenTrie> trie = [] {
+    std::vector<std::string> bytes;
+    for (int byte = 0; byte < 255; ++byte) bytes.emplace_back(1, static_cast<char>(byte));
+    return std::make_shared<const TokenTrie>(bytes);
+  }();
+};
+
+TEST_F(ChatGrammarTest, ACallThatBeginsIsOneOfAToolAndFulfilsItsSchema) {
+  const std::string call = Object("Bern"), now = R"({"name": "now", "arguments": {}})";
+  Compile();
+  EXPECT_TRUE(request.tools.guided);
+  Expect({"", "Hello <tool", Tagged(call), "I look.\n" + Tagged(call) + "\n" + Tagged(now) + " So.", call, now,
+          Object("Rom", "parameters"), "[" + call + ", " + now + "]",
+          R"({"type": "function", "name": "now", "parameters": {}})", R"({"answer": 1})"},
+         {Tagged(Object("Ulm")), Tagged(R"({"name": "other", "arguments": {}})"), "<tool_call>", Tagged("{}"),
+          Object("Ulm"), R"({"name": "now", "arguments": {"a": 1}})", R"({"name": "Anna"})", call + " and more"});
+  request.tools.parallel = false;
+  Compile();
+  Expect({Tagged(call), "So " + Tagged(now), call},
+         {Tagged(call) + "\n" + Tagged(now), Tagged(call) + "x", "[" + call + ", " + now + "]"});
+  request.tools.allowed = {"now"};
+  Compile();
+  Expect({Tagged(now), "x"}, {Tagged(call)});
+}
+
+TEST_F(ChatGrammarTest, ACallThatIsAskedForIsAllThereIs) {
+  const std::string call = Object("Bern"), now = R"({"name": "now", "arguments": {}})";
+  request.tools.choice = ToolUse::Choice::kRequired;
+  Compile();
+  Expect({Tagged(call), Tagged(call) + "\n" + Tagged(now)},
+         {"", "Hello", call, "x" + Tagged(call), Tagged(call) + "x"});
+  request.tools.format = CallFormat::kJson;
+  Compile();
+  Expect({call, call + "; " + now, call + "\n" + now, "[" + call + "]", "<|python_tag|>" + call},
+         {"", "Hello", Tagged(call), Object("Ulm"), "[]"});
+  request.tools.format = CallFormat::kMistral;
+  Compile();
+  Expect({"[TOOL_CALLS] [" + call + ", " + now + "]", "[TOOL_CALLS][" + now + "]"}, {call, "[TOOL_CALLS]" + call, ""});
+  request.tools.format = CallFormat::kMistralNamed;
+  Compile();
+  Expect({R"([TOOL_CALLS]look[ARGS]{"city": "Rom"}[TOOL_CALLS]now[ARGS]{})"},
+         {R"([TOOL_CALLS]look[ARGS]{})", "[TOOL_CALLS]now", "[TOOL_CALLS][" + now + "]"});
+  request.tools.parallel = false;
+  request.tools.allowed = {"look"};
+  Compile();
+  Expect({R"([TOOL_CALLS]look[ARGS]{"city":"Rom"})"},
+         {R"([TOOL_CALLS]now[ARGS]{})", R"([TOOL_CALLS]look[ARGS]{"city":"Rom"}[TOOL_CALLS]look[ARGS]{"city":"Rom"})"});
+}
+
+TEST_F(ChatGrammarTest, ThoughtsComeFirstAndAreFree) {
+  const std::string call = Tagged(Object("Bern")), thought = "<think>\nhm " + Tagged("{}") + " {\n</think>\n\n";
+  request.thinks = true;
+  Compile();
+  Expect({call, thought + call, thought + "Hello", thought + Object("Rom")},
+         {thought + Tagged("{}"), thought + Object("Ulm"), "<think>hm"});
+  request.tools.choice = ToolUse::Choice::kRequired;
+  Compile();
+  Expect({call, thought + call}, {thought + "Hello", "Hello", thought});
+  request.thinking = true;
+  Compile();
+  Expect({"hm</think>\n" + call, "</think>" + call}, {call, "hm</think>Hello"});
+  const AnswerForm form = MakeForm("gbnf", GrammarExpression::Gbnf("root ::= [0-9]+", "grammar"), model);
+  request.tools.choice = ToolUse::Choice::kAuto;
+  Compile(form);
+  Expect({"</think>12", "</think>" + call}, {"12", "</think>x", "</think>" + Object("Bern"), "</think>12" + call});
+  request.tools = {};
+  Compile(form);
+  Expect({"hm</think>\n\n12"}, {"12"});
+  request.thinks = request.thinking = false;
+  Compile(form);
+  Expect({"12"}, {"</think>12"});
+  EXPECT_EQ(ChatGrammar(std::nullopt, model, &request), nullptr);
+}
+
+TEST_F(ChatGrammarTest, WhatNoGrammarCanHoldIsFreeUnlessItMustBeFulfilled) {
+  request.tools.tools[0].parameters = R"({"type": "object", "properties": {"a": {"not": {}}}})";
+  const auto refusal = [&]() -> std::string {
+    try {
+      Compile();
+    } catch (const HttpError& error) {
+      EXPECT_EQ(error.status(), 400);
+      EXPECT_EQ(error.param(), "tools[0]");
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(refusal(), "");
+  Expect({Tagged(R"({"name": "look", "arguments": {"a": [1]}})"), Tagged(R"({"name": "now", "arguments": {}})")},
+         {Tagged(R"({"name": "look", "arguments": [1]})"), Tagged(R"({"name": "now", "arguments": {"a": 1}})")});
+  request.tools.tools[0].strict = true;
+  EXPECT_NE(refusal().find("#/properties/a/not"), std::string::npos) << refusal();
+  request.tools.tools[0].strict = false;
+  request.tools.choice = ToolUse::Choice::kRequired;
+  EXPECT_NE(refusal().find("#/properties/a/not"), std::string::npos);
+  request.tools.allowed = {"now"};
+  EXPECT_EQ(refusal(), "");
+  for (const char* schema : {R"({"type": "string"})", R"({"a": 1e999})", R"({"properties": []})"}) {
+    request.tools.tools[0].parameters = schema;
+    request.tools.allowed.clear();
+    EXPECT_NE(refusal(), "") << schema;
+    request.tools.choice = ToolUse::Choice::kAuto;
+    EXPECT_EQ(refusal(), "") << schema;
+    request.tools.choice = ToolUse::Choice::kRequired;
+  }
+}
+
+TEST_F(Api, AQuestionIsBehindTheLastEmptyLineOrTheLastLineBreak) {
+  const auto document = [](std::string_view text) { return text.substr(0, QuestionBegin(text)); };
+  EXPECT_EQ(document("a\n\nb\nc\n \nWhat?\n"), "a\n\nb\nc\n \n");
+  EXPECT_EQ(document("a\r\n\r\nb?"), "a\r\n\r\n");
+  EXPECT_EQ(document("a\nb?"), "a\n");
+  EXPECT_EQ(document("b?"), "");
+  EXPECT_EQ(document("\n\nb?"), "\n\n");
+  EXPECT_EQ(document(" \n"), "");
+}
+
+TEST_F(Api, SourcesAreSoughtInWhatWasSaidToTheModelWithoutItsQuestions) {
+  model.chat_template = ChatTemplate::Recognise("{% for m in messages %}{{ m.content }}\n{% endfor %}");
+  const auto given = [&](const std::string& body) {
+    std::vector<std::string> places;
+    const GenerationRequest parsed = ParseChat(body, model);
+    for (const GivenText& text : parsed.prompts.front().given) places.push_back(text.place);
+    return places;
+  };
+  const std::string messages = R"("messages": [{"role": "system", "content": "xxx yyy zzz."},
+      {"role": "user", "content": "aaa bbb ccc.\n\nddd."}, {"role": "assistant", "content": "eee fff ggg."},
+      {"role": "user", "content": "hhh."}])";
+  const std::vector<std::string> expected = {"messages[0].content", "messages[1].content"};
+  EXPECT_EQ(given("{" + messages + R"(, "phsa": {"sources": true}})"), expected);
+  EXPECT_TRUE(given("{" + messages + "}").empty());
+  EXPECT_TRUE(given("{" + messages + R"(, "phsa": {"sources": 0}})").empty());
+  const GenerationRequest request =
+      ParseCompletion(R"({"prompt": "aaa bbb ccc.\nddd.", "phsa": {"sources": 3}})", model);
+  ASSERT_EQ(request.prompts.front().given.size(), 1u);
+  EXPECT_EQ(request.prompts.front().sources->options.most, 3u);
+  EXPECT_EQ(request.prompts.front().sources->texts.front().sentences.size(), 1u);
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "phsa": {"sources": 51}})"), "phsa.sources");
+  EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "phsa": {"sources": "x"}})"), "phsa.sources");
 }
 
 TEST_F(Api, PenaltiesAndBiasesAreTheSamplers) {

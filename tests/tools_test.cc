@@ -107,7 +107,34 @@ TEST(Tools, ThoughtsAreToldApart) {
   EXPECT_EQ(Parsed(use, "<think>\n\n</think>\n\n{\"name\": \"f\", \"arguments\": {}}", true), "|f{}");
 }
 
+TEST(Tools, WhereAGrammarHoldsTheAnswerOnlyWhatItTakesForACallIsOne) {
+  for (const CallFormat format : {CallFormat::kTags, CallFormat::kJson, CallFormat::kMistral}) {
+    ToolUse use = Use(format);
+    use.guided = true;
+    EXPECT_EQ(Parsed(use, R"({"name": "f", "arguments": {}})"), "|f{}");
+    EXPECT_EQ(Parsed(use,
+                     "\n"
+                     R"({"name": "f", "parameters": {"a": 1}})"),
+              "|f{\"a\": 1}");
+    EXPECT_EQ(Parsed(use, R"([{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}])"), "|f{}|g{}");
+    EXPECT_EQ(Parsed(use, R"({"type": "function", "name": "f", "parameters": {}})"), "|f{}");
+    for (const char* said : {R"({"arguments": {}, "name": "f"})", R"([ {"name": "f", "arguments": {}}])", R"({"nam)"}) {
+      EXPECT_EQ(Parsed(use, said), said);
+    }
+    use.json_calls = false;
+    const std::string json = R"({"name": "f", "arguments": {}})";
+    EXPECT_EQ(Parsed(use, json), format == CallFormat::kJson ? "|f{}" : json);
+  }
+  ToolUse tags = Use(CallFormat::kTags);
+  tags.guided = true;
+  const std::string other = R"([TOOL_CALLS] [{"name": "f", "arguments": {}}])";
+  EXPECT_EQ(Parsed(tags, other), other);
+  tags.allowed = {"g"};
+  EXPECT_EQ(Parsed(tags, R"({"name": "g", "arguments": {}})"), "|g{}");
+}
+
 TEST(Tools, TheFormatIsTheTemplates) {
+  EXPECT_EQ(CallFormatOf("… [TOOL_CALLS] … [ARGS] …", true), CallFormat::kMistralNamed);
   EXPECT_EQ(CallFormatOf("… <tool_call> …", true), CallFormat::kTags);
   EXPECT_EQ(CallFormatOf("… [TOOL_CALLS] …", true), CallFormat::kMistral);
   EXPECT_EQ(CallFormatOf("… <|python_tag|> …", true), CallFormat::kJson);

@@ -7,6 +7,7 @@
 
 #include "base/utf8.h"
 #include "eval/query_blocks.h"
+#include "server/answer_sources.h"
 
 namespace phsa::server {
 namespace {
@@ -157,13 +158,51 @@ Json UsageJson(const GenerationRequest& request, std::span<const EndedAnswer> an
           {"prompt_tokens_details", {{"cached_tokens", cached}}}};
 }
 
-Json MeasurementsJson(const GenerationRequest& request, std::span<const EndedAnswer> answers) {
+Reply WholeReply(const GenerationRequest& request, const GenerateResult& result, const Tokenizer& tokenizer) {
+  if (!request.chat || (!request.tools.active() && !request.thinks)) return {{}, result.text, {}};
+  Reply reply;
+  CallMarks marks(tokenizer);
+  ReplyParser parser(request.tools, request.thinks, request.thinking);
+  Append(parser.Feed(marks.Restore(result.tokens, result.text)), &reply);
+  Append(parser.Finish(), &reply);
+  return reply;
+}
+
+namespace {
+
+// What was found of all answers, and what went wrong.
+void AddSources(const GenerationRequest& request, std::span<const EndedAnswer> answers, const Tokenizer& tokenizer,
+                Json* json) {
+  if (!request.sources) return;
+  Json list = Json::array();
+  double seconds = 0;
+  std::string error;
+  for (size_t i = 0; i < answers.size(); ++i) {
+    const EndedAnswer& answer = answers[i];
+    if (!answer.sources) continue;
+    seconds = std::max(seconds, answer.sources->seconds);
+    if (!answer.sources->error.empty()) error = answer.sources->error;
+    const Prompt& prompt = request.prompts[i / static_cast<size_t>(request.n)];
+    const std::string content = WholeReply(request, answer.result, tokenizer).content;
+    for (Json& source : SourcesJson(prompt, *answer.sources, i, answer.result, content, tokenizer)) {
+      list.push_back(std::move(source));
+    }
+  }
+  (*json)["sources"] = std::move(list);
+  (*json)["sources_s"] = Rounded(seconds);
+  if (!error.empty()) (*json)["sources_error"] = error;
+}
+
+}  // namespace
+
+Json MeasurementsJson(const GenerationRequest& request, std::span<const EndedAnswer> answers,
+                      const Tokenizer& tokenizer) {
   // Several answers are written side by side: their tokens together, in the time of the longest.
   int64_t prompt = 0, written = 0, cached = 0;
   double prefill = 0, decode = 0, end = 0, first = answers.front().times.first_token;
   double queued = answers.front().times.queued;
   TokensRead read;
-  for (const auto& [result, times] : answers) {
+  for (const auto& [result, times, sources] : answers) {
     prompt += result.prompt_tokens - result.reused_tokens;
     cached += result.reused_tokens;
     if (!result.tokens.empty()) written += static_cast<int64_t>(result.tokens.size()) - 1;
@@ -175,15 +214,17 @@ Json MeasurementsJson(const GenerationRequest& request, std::span<const EndedAns
     read += result.tokens_read;
   }
   const Settings& settings = request.attention.base;
-  return {{"attention", Name(settings.policy)},
-          {"top_k", Chooses(settings.policy) ? Json(settings.top_k) : Json()},
-          {"queue_s", Rounded(queued)},
-          {"time_to_first_token_s", Rounded(first)},
-          {"total_s", Rounded(end)},
-          {"prompt_tokens_per_s", prefill > 0 ? Rounded(static_cast<double>(prompt) / prefill) : 0},
-          {"decode_tokens_per_s", decode > 0 ? Rounded(static_cast<double>(written) / decode) : 0},
-          {"cached_prompt_tokens", cached},
-          {"read_share", Rounded(read.share())}};
+  Json json = {{"attention", Name(settings.policy)},
+               {"top_k", Chooses(settings.policy) ? Json(settings.top_k) : Json()},
+               {"queue_s", Rounded(queued)},
+               {"time_to_first_token_s", Rounded(first)},
+               {"total_s", Rounded(end)},
+               {"prompt_tokens_per_s", prefill > 0 ? Rounded(static_cast<double>(prompt) / prefill) : 0},
+               {"decode_tokens_per_s", decode > 0 ? Rounded(static_cast<double>(written) / decode) : 0},
+               {"cached_prompt_tokens", cached},
+               {"read_share", Rounded(read.share())}};
+  AddSources(request, answers, tokenizer, &json);
+  return json;
 }
 
 }  // namespace phsa::server

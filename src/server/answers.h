@@ -62,10 +62,14 @@ Json ChatLogProbabilities(const Tokenizer& tokenizer, const ScoredText& text);
 struct EndedAnswer {
   GenerateResult result;
   AnswerTimes times;
+  std::optional<AnswerSources> sources = {};
 };
+// A chat's answer taken apart; what is said of a completion is its text.
+Reply WholeReply(const GenerationRequest& request, const GenerateResult& result, const Tokenizer& tokenizer);
 // Of all answers of a request; they are the n of the first prompt, those of the second, and so on.
 Json UsageJson(const GenerationRequest& request, std::span<const EndedAnswer> answers);
-Json MeasurementsJson(const GenerationRequest& request, std::span<const EndedAnswer> answers);
+Json MeasurementsJson(const GenerationRequest& request, std::span<const EndedAnswer> answers,
+                      const Tokenizer& tokenizer);
 
 }  // namespace phsa::server
 

@@ -9,6 +9,7 @@
 #include "base/errors.h"
 #include "base/utf8.h"
 #include "phsa/punctuation.h"
+#include "server/answer_sources.h"
 #include "server/chat_input.h"
 #include "server/fields.h"
 
@@ -109,9 +110,9 @@ std::optional<uint64_t> Seed(const Fields& fields) {
 
 // What the object "phsa" says of the attention; what it leaves out is the server's.
 AttentionChoice AskedAttention(const Fields& fields) {
-  static constexpr std::array<std::string_view, 11> kKeys = {"attention",   "top_k",       "parts",       "survivors",
-                                                             "lambda",      "init",        "local",       "block",
-                                                             "dense_below", "punctuation", "group_reduce"};
+  static constexpr std::array<std::string_view, 12> kKeys = {"attention",   "top_k",       "parts",        "survivors",
+                                                             "lambda",      "init",        "local",        "block",
+                                                             "dense_below", "punctuation", "group_reduce", "sources"};
   AttentionChoice asked;
   asked.policy.clear();
   const std::optional<Fields> own = fields.Object("phsa");
@@ -239,55 +240,20 @@ std::vector<std::pair<int32_t, float>> LogitBias(const Fields& fields, const Ser
   return biases;
 }
 
-// The schema of `response_format` with its properties in the order in which the client wrote them, which Json loses.
-OrderedJson OrderedSchema(std::string_view body) {
-  const auto only_format = [](int depth, OrderedJson::parse_event_t event, OrderedJson& parsed) {
-    return depth != 1 || event != OrderedJson::parse_event_t::key || parsed == "response_format";
-  };
-  // The keys of an object are found one by one here: they are counted before, in an object whose order is lost.
-  return OrderedJson::parse(body.begin(), body.end(), only_format)["response_format"]["json_schema"]["schema"];
-}
-
-void CheckKeys(const Fields& fields, const Json& value) {
-  static constexpr size_t kMaxKeys = 1000;
-  if (value.is_object() && value.size() > kMaxKeys) {
-    fields.Refuse("response_format", fmt::format(" has an object of {} keys; allowed: {}", value.size(), kMaxKeys));
-  }
-  if (value.is_structured()) {
-    for (const Json& inner : value) CheckKeys(fields, inner);  // as deep as the parser lets it be
-  }
-}
-
 // What response_format or grammar asks for; none: any text.
-std::shared_ptr<const Grammar> AskedGrammar(const Fields& fields, std::string_view body, const ServedModel& model) {
-  static constexpr const char *kFormat = "response_format", *kGrammar = "grammar";
-  std::shared_ptr<const Grammar> grammar;
-  if (const std::optional<Fields> format = fields.Object(kFormat)) {
-    const std::string type = format->String("type").value_or("");
-    if (type == "json_object") {
-      grammar = model.grammars->Get("json_object", [] { return CompileJsonObject(); });
-    } else if (type == "json_schema") {
-      const std::optional<Fields> described = format->Object("json_schema");
-      if (!described || described->Find("schema") == nullptr) {
-        fields.Refuse(kFormat, " has no json_schema with a schema; give both");
-      }
-      (void)described->String("name");
-      (void)described->Bool("strict", true);
-      CheckKeys(fields, *format->Find("json_schema"));
-      const OrderedJson schema = OrderedSchema(body);
-      grammar = fields.Named(kFormat, [&] {
-        return model.grammars->Get("schema " + schema.dump(), [&] { return CompileJsonSchema(schema, kFormat); });
-      });
-    } else if (type != "text") {
-      const std::string given = format->Find("type") != nullptr ? JsonText(*format->Find("type")) : "missing";
-      fields.Refuse("response_format.type", fmt::format(" is {}; allowed: text, json_object, json_schema", given));
-    }
+std::optional<AnswerForm> AskedForm(const Fields& fields, std::string_view body, const ServedModel& model) {
+  static constexpr const char* kGrammar = "grammar";
+  std::optional<AnswerForm> form;
+  if (const std::optional<Fields> format = fields.Object("response_format")) {
+    const std::optional<Fields> described = format->Object("json_schema");
+    form = described ? ReadFormat(*format, *described, {"response_format", "json_schema"}, body, model)
+                     : ReadFormat(*format, *format, {"response_format"}, body, model);
   }
   const std::optional<std::string> text = fields.String(kGrammar);
-  if (!text) return grammar;
-  if (grammar != nullptr) fields.Refuse(kGrammar, " and response_format are both there; give one");
-  return fields.Named(
-      kGrammar, [&] { return model.grammars->Get("gbnf " + *text, [&] { return CompileGbnf(*text, kGrammar); }); });
+  if (!text) return form;
+  if (form) fields.Refuse(kGrammar, " and response_format are both there; give one");
+  return fields.Named(kGrammar,
+                      [&] { return MakeForm("gbnf " + *text, GrammarExpression::Gbnf(*text, kGrammar), model); });
 }
 
 void CheckAnswers(const Fields& fields, const GenerationRequest& request) {
@@ -324,6 +290,7 @@ GenerationRequest ReadCommon(const Fields& fields, const ServedModel& model, con
   request.options.sampler =
       fields.Named("temperature", [&] { return ResolveSampling(sampling, model.engine.config()); });
   request.attention = Attention(fields, model);
+  request.sources = ReadSources(fields);
   return request;
 }
 
@@ -331,7 +298,7 @@ GenerationRequest ParseCompletion(std::string_view body, const ServedModel& mode
   const Json json = ParseBody(body);
   const Fields fields(json, "");
   GenerationRequest request = ReadCommon(fields, model);
-  request.options.grammar = AskedGrammar(fields, body, model);
+  if (const auto form = AskedForm(fields, body, model)) request.options.grammar = form->grammar;
   request.options.max_tokens = fields.Int("max_tokens", 0, kMaxTokens).value_or(kDefaultCompletionTokens);
   request.echo = fields.Bool("echo", false);
   request.options.log_probabilities = fields.Int("logprobs", 0, kMaxTopLogProbabilities);
@@ -344,6 +311,11 @@ GenerationRequest ParseCompletion(std::string_view body, const ServedModel& mode
     request.prompts = Prompts(fields, model);
   }
   CheckAnswers(fields, request);
+  for (size_t i = 0; request.sources && i < request.prompts.size(); ++i) {
+    Prompt& prompt = request.prompts[i];
+    const std::string place = request.prompts.size() > 1 ? fmt::format("prompt[{}]", i) : "prompt";
+    SetSources({{{place, std::nullopt, prompt.text}, true}}, model.engine.tokenizer(), *request.sources, &prompt);
+  }
   return request;
 }
 
@@ -351,7 +323,7 @@ GenerationRequest ParseChat(std::string_view body, const ServedModel& model) {
   const Json json = ParseBody(body);
   const Fields fields(json, "");
   GenerationRequest request = ReadCommon(fields, model);
-  request.options.grammar = AskedGrammar(fields, body, model);
+  const std::optional<AnswerForm> form = AskedForm(fields, body, model);
   request.chat = true;
   const std::optional<int32_t> tokens = fields.Int("max_tokens", 0, kMaxTokens);
   request.options.max_tokens =
@@ -360,7 +332,7 @@ GenerationRequest ParseChat(std::string_view body, const ServedModel& model) {
   const std::optional<int32_t> top = fields.Int("top_logprobs", 0, kMaxTopLogProbabilities);
   if (log_probabilities) request.options.log_probabilities = top.value_or(0);
   fields.Neutral("functions", Json::array());
-  SetChat(fields, "messages", ReadChatInput(fields, body, model), model, &request);
+  SetChat(fields, "messages", ReadChatInput(fields, body, model), form, model, &request);
   CheckAnswers(fields, request);
   return request;
 }

@@ -15,6 +15,7 @@
 #include "engine/session.h"
 #include "grammar/grammar_cache.h"
 #include "server/tools.h"
+#include "server/worker.h"
 #include "tokenizer/chat_template.h"
 
 namespace phsa::server {
@@ -36,9 +37,18 @@ struct ServedModel {
   std::shared_ptr<GrammarCache> grammars = std::make_shared<GrammarCache>();
 };
 
+// A text of a request in which an answer's sources are sought.
+struct GivenText {
+  std::string place;               // the request's field: "messages[0].content"
+  std::optional<int32_t> message;  // its index in the list of messages; none: it is in no list
+  std::string text;
+};
+
 struct Prompt {
   std::vector<int32_t> tokens;
-  std::string text;  // as it is echoed
+  std::string text = {};  // as it is echoed
+  std::vector<GivenText> given = {};
+  std::shared_ptr<const SourceTask> sources = nullptr;  // its texts are those that were given; none: nobody asks
 };
 
 struct GenerationRequest {
@@ -49,6 +59,7 @@ struct GenerationRequest {
   SamplingChoice sampling;
   LayerSettings attention;
   ToolUse tools;                          // of a chat
+  std::optional<SourceOptions> sources;   // of each answer; none: nobody asks
   bool thinks = false, thinking = false;  // the model may write thoughts; it is in one already
   bool stream = false, include_usage = false, echo = false, return_token_ids = false;
 };

@@ -31,6 +31,7 @@ class Fields {
   }
 
   const Json* Find(const char* key) const { return fields_.Find(key); }
+  const std::string& place() const { return place_; }  // of the object in the request; empty: it is the request
   std::string Name(const char* key) const { return place_.empty() ? key : place_ + "." + key; }
   [[noreturn]] void Refuse(const char* key, const std::string& message) const {
     throw HttpError(400, Name(key) + message, Name(key), "invalid_value");

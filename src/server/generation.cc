@@ -82,6 +82,7 @@ std::vector<Task> Generation::Tasks(const std::shared_ptr<const TextAttention>& 
     task.options.sampler = ResolveSampling(sampling, model_.engine.config());
     task.attention = attention;
     task.stream = request_.stream;
+    task.sources = request_.prompts[i / static_cast<size_t>(request_.n)].sources;
   }
   return tasks;
 }
@@ -111,12 +112,12 @@ void Generation::Send(Json choice, bool last) {
   Json chunk = Frame(request_.chat ? "chat.completion.chunk" : "text_completion");
   chunk["choices"] = Json::array({std::move(choice)});
   if (request_.include_usage) chunk["usage"] = nullptr;
-  if (last && !request_.include_usage) chunk["phsa"] = MeasurementsJson(request_, answers_);
+  if (last && !request_.include_usage) chunk["phsa"] = MeasurementsJson(request_, answers_, model_.engine.tokenizer());
   SendEvent(chunk);
   if (!last || !request_.include_usage) return;
   chunk["choices"] = Json::array();
   chunk["usage"] = UsageJson(request_, answers_);
-  chunk["phsa"] = MeasurementsJson(request_, answers_);
+  chunk["phsa"] = MeasurementsJson(request_, answers_, model_.engine.tokenizer());
   SendEvent(chunk);
 }
 
@@ -153,6 +154,12 @@ void Generation::SendPieces(size_t index, const std::vector<ReplyPiece>& pieces,
 
 void Generation::OnPart(size_t index, AnswerPart part) {
   exchange_->Post([self = shared_from_this(), index, part = std::move(part)] { self->TakePart(index, part); });
+}
+
+void Generation::OnSources(size_t index, AnswerSources sources) {
+  exchange_->Post([self = shared_from_this(), index, sources = std::move(sources)]() mutable {
+    self->answers_[index].sources = std::move(sources);
+  });
 }
 
 void Generation::OnEnd(size_t index, GenerateResult result, const AnswerTimes& times) {
@@ -215,7 +222,8 @@ void Generation::TakeEnd(size_t index, GenerateResult result, const AnswerTimes&
     TakePart(index, {"", {}, {}, result.prompt_log_probabilities, result.tokens_read});
   }
   const StopReason reason = result.reason;
-  answers_[index] = {std::move(result), times};
+  answers_[index].result = std::move(result);
+  answers_[index].times = times;
   --open_;
   if (request_.stream) {
     ReplyParser* const parser = progress_[index].parser.get();
@@ -245,12 +253,7 @@ void Generation::TakeEnd(size_t index, GenerateResult result, const AnswerTimes&
     const GenerateResult& answer = answers_[i].result;
     const Prompt& prompt = request_.prompts[i / static_cast<size_t>(request_.n)];
     Json choice = Choice(i);
-    Reply reply{{}, answer.text, {}};
-    if (Progress& progress = progress_[i]; progress.parser) {
-      reply = {};
-      Append(progress.parser->Feed(progress.marks.Restore(answer.tokens, answer.text)), &reply);
-      Append(progress.parser->Finish(), &reply);
-    }
+    const Reply reply = WholeReply(request_, answer, tokenizer);
     choice["finish_reason"] = ReasonOf(answer.reason, !reply.calls.empty());
     const ScoredText scored{answer.tokens, answer.log_probabilities};
     if (request_.chat) {
@@ -274,7 +277,7 @@ void Generation::TakeEnd(size_t index, GenerateResult result, const AnswerTimes&
   Json body = Frame(request_.chat ? "chat.completion" : "text_completion");
   body["choices"] = std::move(choices);
   body["usage"] = UsageJson(request_, answers_);
-  body["phsa"] = MeasurementsJson(request_, answers_);
+  body["phsa"] = MeasurementsJson(request_, answers_, model_.engine.tokenizer());
   HttpResponse response;
   response.body = JsonBody(body);
   exchange_->Answer(std::move(response));

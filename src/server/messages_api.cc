@@ -13,8 +13,6 @@
 namespace phsa::server {
 namespace {
 
-constexpr size_t kMaxTools = 512;
-
 std::string JoinedText(const Fields& fields, const char* key) {
   const Json* const value = fields.Find(key);
   if (value == nullptr) return "";
@@ -32,8 +30,8 @@ std::string JoinedText(const Fields& fields, const char* key) {
 }
 
 // One message may be several of ours: results of tools are turns of their own.
-void ReadBlocks(const Fields& message, const std::string& role, const jinja::Value& ordered,
-                std::vector<ChatMessage>* messages) {
+void ReadBlocks(const Fields& message, int32_t index, const std::string& role, const jinja::Value& ordered,
+                ChatInput* input) {
   static constexpr const char* kKey = "content";
   const Json& blocks = *message.Find(kKey);
   ChatMessage own{role, ""};
@@ -59,74 +57,52 @@ void ReadBlocks(const Fields& message, const std::string& role, const jinja::Val
       const std::optional<std::string> name = block.String("name");
       if (!name) block.Refuse("name", " is missing");
       if (!block.Object("input")) block.Refuse("input", " is missing; give the arguments, an object");
-      const jinja::Value& input = *ordered.dict().Find(std::string_view(kKey))->list().items[i].dict().Find("input");
-      own.tool_calls.push_back({*name, OrderedText(input), block.String("id").value_or("")});
+      const jinja::Value& arguments =
+          *ordered.dict().Find(std::string_view(kKey))->list().items[i].dict().Find("input");
+      own.tool_calls.push_back({*name, OrderedText(arguments), block.String("id").value_or("")});
       has_own = true;
     } else if (type == "tool_result" && role == "user") {
       ChatMessage result{"tool", JoinedText(block, "content")};
       result.tool_call_id = block.String("tool_use_id").value_or("");
-      for (const ChatMessage& before : *messages) {
+      for (const ChatMessage& before : input->messages) {
         for (const ChatToolCall& call : before.tool_calls) {
           if (call.id == result.tool_call_id) result.name = call.name;
         }
       }
       if (block.Bool("is_error", false)) result.content = "Error: " + result.content;
-      messages->push_back(std::move(result));
+      input->Add(std::move(result), block.Name("content"), index);
     } else {
       block.Refuse("type", fmt::format(" is {}; allowed: text, tool_use, tool_result, thinking", Quoted(type)));
     }
   }
-  if (has_own) messages->push_back(std::move(own));
+  if (has_own) input->Add(std::move(own), message.Name(kKey), index);
 }
 
-void ReadTools(const Fields& fields, const jinja::Value& ordered, ChatInput* input) {
-  static constexpr const char* kKey = "tools";
-  const Json* const list = fields.Find(kKey);
-  std::vector<jinja::Value> told;
-  if (list != nullptr) {
-    if (!list->is_array()) fields.RefuseValue(kKey, *list, "a list of tools");
-    if (list->size() > kMaxTools) {
-      fields.Refuse(kKey, fmt::format(" has {} tools; allowed: at most {}", list->size(), kMaxTools));
+void ReadMessagesTools(const Fields& fields, std::string_view body, ToolUse* use) {
+  const auto read = [](const Fields& tool, const jinja::Value& ordered) {
+    if (const auto type = tool.String("type"); type && *type != "custom") {
+      tool.Refuse("type", fmt::format(" is {}; allowed: custom", Quoted(*type)));
     }
-    for (size_t i = 0; i < list->size(); ++i) {
-      if (!(*list)[i].is_object()) {
-        fields.Refuse(kKey, fmt::format("[{}] is {}; allowed: an object", i, JsonText((*list)[i])));
-      }
-      const Fields tool((*list)[i], fmt::format("tools[{}]", i));
-      if (const auto type = tool.String("type"); type && *type != "custom") {
-        tool.Refuse("type", fmt::format(" is {}; allowed: custom", Quoted(*type)));
-      }
-      const std::optional<std::string> name = tool.String("name");
-      if (!name) tool.Refuse("name", " is missing");
-      CheckToolName(tool, "name", *name);
-      (void)tool.String("description");
-      if (!tool.Object("input_schema")) tool.Refuse("input_schema", " is missing; give a JSON schema");
-      const jinja::Value& own = ordered.dict().Find(std::string_view(kKey))->list().items[i];
-      const jinja::Value* const description = own.dict().Find("description");
-      AddTool(*name, description != nullptr ? *description : jinja::Value(), *own.dict().Find("input_schema"), &told,
-              &input->tools);
-    }
+    Tool own = ReadTool(tool, ordered, "input_schema");
+    if (own.parameters.empty()) tool.Refuse("input_schema", " is missing; give a JSON schema");
+    return own;
+  };
+  ReadTools(fields, body, read, use);
+  const std::optional<Fields> choice = fields.Object("tool_choice");
+  if (!choice) return;
+  const std::string type = choice->String("type").value_or("");
+  use->parallel = !choice->Bool("disable_parallel_tool_use", false);
+  if (type == "any" || type == "tool") {
+    RequireCall(*choice, "type", use);
+  } else if (type == "none") {
+    use->choice = ToolUse::Choice::kNone;
+  } else if (type != "auto") {
+    choice->Refuse("type", fmt::format(" is {}; allowed: auto, any, tool, none", Quoted(type)));
   }
-  if (!told.empty()) input->tools.choice = ToolUse::Choice::kAuto;
-  if (const std::optional<Fields> choice = fields.Object("tool_choice")) {
-    const std::string type = choice->String("type").value_or("");
-    input->tools.parallel = !choice->Bool("disable_parallel_tool_use", false);
-    if (type == "any" || type == "tool") {
-      if (told.empty()) choice->Refuse("type", " asks for a call, and there are no tools");
-      input->tools.choice = ToolUse::Choice::kRequired;
-    } else if (type == "none") {
-      input->tools.choice = ToolUse::Choice::kNone;
-    } else if (type != "auto") {
-      choice->Refuse("type", fmt::format(" is {}; allowed: auto, any, tool, none", Quoted(type)));
-    }
-    if (type == "tool") {
-      input->tools.named = choice->String("name").value_or("");
-      const bool known = std::any_of(input->tools.tools.begin(), input->tools.tools.end(),
-                                     [&](const Tool& tool) { return tool.name == input->tools.named; });
-      if (!known) choice->Refuse("name", fmt::format(" is {}, which is none of the tools", Quoted(input->tools.named)));
-    }
+  if (type == "tool") {
+    AllowTool(*choice, "name", choice->String("name").value_or(""), use);
+    use->parallel = false;
   }
-  if (input->tools.active()) input->variables.tools = OrderedText(jinja::MakeList(std::move(told)));
 }
 
 ChatInput ReadInput(const Fields& fields, std::string_view body, const ServedModel& model) {
@@ -137,7 +113,7 @@ ChatInput ReadInput(const Fields& fields, std::string_view body, const ServedMod
   input.tools.format = CallFormatOf(chat.text(), chat.has_tools());
   const jinja::Value ordered = OrderedBody(body);
   if (const std::string system = JoinedText(fields, "system"); !system.empty()) {
-    input.messages.push_back({"system", system});
+    input.Add({"system", system}, "system", std::nullopt);
   }
   const Json* const list = fields.Find(kKey);
   if (list == nullptr) fields.Refuse(kKey, " is missing; give a list of messages");
@@ -153,9 +129,10 @@ ChatInput ReadInput(const Fields& fields, std::string_view body, const ServedMod
     const Json* const content = message.Find("content");
     if (content == nullptr) message.Refuse("content", " is missing");
     if (content->is_string()) {
-      input.messages.push_back({role, content->get<std::string>()});
+      input.Add({role, content->get<std::string>()}, message.Name("content"), static_cast<int32_t>(i));
     } else if (content->is_array() && !content->empty()) {
-      ReadBlocks(message, role, ordered.dict().Find(std::string_view(kKey))->list().items[i], &input.messages);
+      const jinja::Value& own = ordered.dict().Find(std::string_view(kKey))->list().items[i];
+      ReadBlocks(message, static_cast<int32_t>(i), role, own, &input);
     } else {
       message.RefuseValue("content", *content, "a text or a list of at least one block");
     }
@@ -167,8 +144,18 @@ ChatInput ReadInput(const Fields& fields, std::string_view body, const ServedMod
     }
     if (type != "adaptive") input.variables.enable_thinking = type == "enabled";
   }
-  ReadTools(fields, ordered, &input);
+  ReadMessagesTools(fields, body, &input.tools);
+  if (input.tools.active()) input.variables.tools = ToolsText(input.tools.tools);
   return input;
+}
+
+// `output_config.format`, or `output_format` as the API had it first.
+std::optional<AnswerForm> ReadForm(const Fields& fields, std::string_view body, const ServedModel& model) {
+  const std::optional<Fields> config = fields.Object("output_config"), first = fields.Object("output_format");
+  const std::optional<Fields> format = config ? config->Object("format") : std::nullopt;
+  if (format && first) fields.Refuse("output_format", " and output_config.format are both there; give one");
+  if (format) return ReadFormat(*format, *format, {"output_config", "format"}, body, model);
+  return first ? ReadFormat(*first, *first, {"output_format"}, body, model) : std::nullopt;
 }
 
 class MessagesReply : public SingleReply {
@@ -214,7 +201,8 @@ class MessagesReply : public SingleReply {
     CloseBlock();
     SendEvent("message_delta", {{"type", "message_delta"},
                                 {"delta", StopJson(result, calls() > 0)},
-                                {"usage", {{"output_tokens", result.tokens.size()}}}});
+                                {"usage", {{"output_tokens", result.tokens.size()}}},
+                                {"phsa", Measurements()}});
     SendEvent("message_stop", {{"type", "message_stop"}});
   }
 
@@ -238,6 +226,7 @@ class MessagesReply : public SingleReply {
                      {"cache_read_input_tokens", result.reused_tokens},
                      {"cache_creation_input_tokens", 0},
                      {"output_tokens", result.tokens.size()}};
+    body["phsa"] = Measurements();
     return body;
   }
 
@@ -285,7 +274,7 @@ GenerationRequest ParseMessages(std::string_view body, const ServedModel& model)
   const std::optional<int32_t> tokens = fields.Int("max_tokens", 1, kMaxTokens);
   if (!tokens) fields.Refuse("max_tokens", " is missing");
   request.options.max_tokens = *tokens;
-  SetChat(fields, "messages", ReadInput(fields, body, model), model, &request);
+  SetChat(fields, "messages", ReadInput(fields, body, model), ReadForm(fields, body, model), model, &request);
   return request;
 }
 

@@ -15,7 +15,6 @@
 namespace phsa::server {
 namespace {
 
-constexpr size_t kMaxTools = 512;
 constexpr int32_t kDefaultTokens = 1024;
 
 // A text, or parts that have one.
@@ -41,9 +40,9 @@ std::string PartsText(const Fields& fields, const char* key) {
 // Thoughts, words and calls of one turn are items of their own here.
 class InputItems {
  public:
-  explicit InputItems(std::vector<ChatMessage>* messages) : messages_(messages) {}
+  explicit InputItems(ChatInput* input) : input_(input) {}
 
-  void Read(const Fields& item) {
+  void Read(const Fields& item, int32_t index) {
     static constexpr std::array<std::string_view, 4> kRoles = {"system", "developer", "user", "assistant"};
     const std::optional<std::string> role = item.String("role");
     const std::string type = item.String("type").value_or(role ? "message" : "");
@@ -54,11 +53,11 @@ class InputItems {
       }
       const std::string text = PartsText(item, "content");
       if (*role == "assistant") {
-        ChatMessage& turn = Assistant(true);
+        ChatMessage& turn = Assistant(true, item, index);
         turn.content += text;
         said_ = true;
       } else {
-        messages_->push_back({*role == "developer" ? "system" : *role, text});
+        input_->Add({*role == "developer" ? "system" : *role, text}, item.Name("content"), index);
         open_ = false;
       }
     } else if (type == "function_call") {
@@ -66,20 +65,20 @@ class InputItems {
       call.name = Needed(item, "name");
       call.id = Needed(item, "call_id");
       call.arguments = CallArguments(item.String("arguments").value_or(""));
-      Assistant(false).tool_calls.push_back(std::move(call));
+      Assistant(false, item, index).tool_calls.push_back(std::move(call));
     } else if (type == "function_call_output") {
       ChatMessage result{"tool", PartsText(item, "output")};
       result.tool_call_id = Needed(item, "call_id");
-      for (const ChatMessage& message : *messages_) {
+      for (const ChatMessage& message : input_->messages) {
         for (const ChatToolCall& call : message.tool_calls) {
           if (call.id == result.tool_call_id) result.name = call.name;
         }
       }
-      messages_->push_back(std::move(result));
+      input_->Add(std::move(result), item.Name("output"), index);
       open_ = false;
     } else if (type == "reasoning") {
       const std::string thought = PartsText(item, "content");
-      Assistant(false).reasoning += thought;
+      Assistant(false, item, index).reasoning += thought;
     } else {
       item.Refuse("type", fmt::format(" is {}; allowed: message, function_call, function_call_output, reasoning",
                                       Quoted(type)));
@@ -93,72 +92,18 @@ class InputItems {
     return *value;
   }
   // The assistant's turn that is open, or a new one. Two texts are two turns.
-  ChatMessage& Assistant(bool text) {
+  ChatMessage& Assistant(bool text, const Fields& item, int32_t index) {
     if (!open_ || (text && said_)) {
-      messages_->push_back({"assistant", ""});
+      input_->Add({"assistant", ""}, item.Name("content"), index);
       said_ = false;
     }
     open_ = true;
-    return messages_->back();
+    return input_->messages.back();
   }
 
-  std::vector<ChatMessage>* const messages_;
+  ChatInput* const input_;
   bool open_ = false, said_ = false;
 };
-
-void ReadTools(const Fields& fields, const jinja::Value& ordered, ChatInput* input) {
-  static constexpr const char* kKey = "tools";
-  const Json* const list = fields.Find(kKey);
-  std::vector<jinja::Value> told;
-  if (list != nullptr) {
-    if (!list->is_array()) fields.RefuseValue(kKey, *list, "a list of tools");
-    if (list->size() > kMaxTools) {
-      fields.Refuse(kKey, fmt::format(" has {} tools; allowed: at most {}", list->size(), kMaxTools));
-    }
-    for (size_t i = 0; i < list->size(); ++i) {
-      if (!(*list)[i].is_object()) {
-        fields.Refuse(kKey, fmt::format("[{}] is {}; allowed: an object", i, JsonText((*list)[i])));
-      }
-      const Fields tool((*list)[i], fmt::format("tools[{}]", i));
-      const std::string type = tool.String("type").value_or("");
-      if (type != "function") tool.Refuse("type", fmt::format(" is {}; allowed: function", Quoted(type)));
-      const std::optional<std::string> name = tool.String("name");
-      if (!name) tool.Refuse("name", " is missing");
-      CheckToolName(tool, "name", *name);
-      (void)tool.String("description");
-      (void)tool.Object("parameters");
-      const jinja::Value& own = ordered.dict().Find(std::string_view(kKey))->list().items[i];
-      const auto part = [&](std::string_view key) {
-        const jinja::Value* const found = own.dict().Find(key);
-        return found != nullptr ? *found : jinja::Value();
-      };
-      AddTool(*name, part("description"), part("parameters"), &told, &input->tools);
-    }
-  }
-  if (!told.empty()) input->tools.choice = ToolUse::Choice::kAuto;
-  input->tools.parallel = fields.Bool("parallel_tool_calls", true);
-  if (const Json* const choice = fields.Find("tool_choice")) {
-    const bool named = choice->is_object() && choice->contains("name") && (*choice)["name"].is_string();
-    const std::string word = choice->is_string() ? choice->get<std::string>() : named ? "required" : "";
-    if (word == "none") {
-      input->tools.choice = ToolUse::Choice::kNone;
-    } else if (word == "required") {
-      if (told.empty()) fields.Refuse("tool_choice", " asks for a call, and there are no tools");
-      input->tools.choice = ToolUse::Choice::kRequired;
-    } else if (word != "auto") {
-      fields.RefuseValue("tool_choice", *choice, R"(none, auto, required, or {"type": "function", "name": …})");
-    }
-    if (named) {
-      input->tools.named = (*choice)["name"].get<std::string>();
-      const bool known = std::any_of(input->tools.tools.begin(), input->tools.tools.end(),
-                                     [&](const Tool& tool) { return tool.name == input->tools.named; });
-      if (!known) {
-        fields.Refuse("tool_choice", fmt::format(" names {}, which is none of the tools", Quoted(input->tools.named)));
-      }
-    }
-  }
-  if (input->tools.active()) input->variables.tools = OrderedText(jinja::MakeList(std::move(told)));
-}
 
 ChatInput ReadInput(const Fields& fields, std::string_view body, const ServedModel& model) {
   static constexpr const char* kKey = "input";
@@ -167,23 +112,30 @@ ChatInput ReadInput(const Fields& fields, std::string_view body, const ServedMod
   input.variables = ReadVariables(fields, body);
   input.tools.format = CallFormatOf(chat.text(), chat.has_tools());
   if (const auto instructions = fields.String("instructions"); instructions && !instructions->empty()) {
-    input.messages.push_back({"system", *instructions});
+    input.Add({"system", *instructions}, "instructions", std::nullopt);
   }
   const Json* const value = fields.Find(kKey);
   if (value == nullptr) fields.Refuse(kKey, " is missing; give a text or a list of items");
   if (value->is_string()) {
-    input.messages.push_back({"user", value->get<std::string>()});
+    input.Add({"user", value->get<std::string>()}, kKey, std::nullopt);
   } else if (value->is_array() && !value->empty()) {
-    InputItems items(&input.messages);
+    InputItems items(&input);
     for (size_t i = 0; i < value->size(); ++i) {
       const Json& one = (*value)[i];
       if (!one.is_object()) fields.Refuse(kKey, fmt::format("[{}] is {}; allowed: an object", i, JsonText(one)));
-      items.Read(Fields(one, fmt::format("input[{}]", i)));
+      items.Read(Fields(one, fmt::format("input[{}]", i)), static_cast<int32_t>(i));
     }
   } else {
     fields.RefuseValue(kKey, *value, "a text or a list of items");
   }
-  ReadTools(fields, OrderedBody(body), &input);
+  const auto read = [](const Fields& tool, const jinja::Value& ordered) {
+    const std::string type = tool.String("type").value_or("");
+    if (type != "function") tool.Refuse("type", fmt::format(" is {}; allowed: function", Quoted(type)));
+    return ReadTool(tool, ordered, "parameters");
+  };
+  ReadTools(fields, body, read, &input.tools);
+  ReadToolChoice(fields, &input.tools);
+  if (input.tools.active()) input.variables.tools = ToolsText(input.tools.tools);
   return input;
 }
 
@@ -295,6 +247,7 @@ class ResponsesReply : public SingleReply {
                          {"output_tokens", result.tokens.size()},
                          {"output_tokens_details", {{"reasoning_tokens", 0}}},
                          {"total_tokens", static_cast<size_t>(result.prompt_tokens) + result.tokens.size()}};
+    response["phsa"] = Measurements();
     return response;
   }
 
@@ -372,12 +325,11 @@ ResponsesRequest ParseResponses(std::string_view body, const ServedModel& model)
   if (fields.Find("previous_response_id") != nullptr) {
     fields.Refuse("previous_response_id", " is given, and nothing is stored here; send the conversation as input");
   }
-  if (const std::optional<Fields> text = fields.Object("text")) {
-    const std::optional<Fields> format = text->Object("format");
-    const std::string type = format ? format->String("type").value_or("") : "text";
-    if (type != "text") format->Refuse("type", fmt::format(" is {}; allowed: text", Quoted(type)));
-  }
-  SetChat(fields, "input", ReadInput(fields, body, model), model, &request.generation);
+  const std::optional<Fields> text = fields.Object("text");
+  const std::optional<Fields> format = text ? text->Object("format") : std::nullopt;
+  const std::optional<AnswerForm> form =
+      format ? ReadFormat(*format, *format, {"text", "format"}, body, model) : std::nullopt;
+  SetChat(fields, "input", ReadInput(fields, body, model), form, model, &request.generation);
   const auto told = [&](const char* key, Json otherwise) {
     const Json* const value = fields.Find(key);
     request.echo[key] = value != nullptr ? *value : std::move(otherwise);

@@ -26,6 +26,7 @@ std::vector<Task> SingleReply::Tasks(const std::shared_ptr<const TextAttention>&
   task.options.sampler = ResolveSampling(request_.sampling, model_.engine.config());
   task.attention = attention;
   task.stream = request_.stream;
+  task.sources = request_.prompts.front().sources;
   std::vector<Task> tasks;
   tasks.push_back(std::move(task));
   return tasks;
@@ -47,8 +48,13 @@ void SingleReply::OnPart(size_t, AnswerPart part) {
   });
 }
 
-void SingleReply::OnEnd(size_t, GenerateResult result, const AnswerTimes&) {
-  exchange_->Post([self = shared_from_this(), result = std::move(result)] { self->TakeEnd(result); });
+void SingleReply::OnSources(size_t, AnswerSources sources) {
+  exchange_->Post(
+      [self = shared_from_this(), sources = std::move(sources)]() mutable { self->sources_ = std::move(sources); });
+}
+
+void SingleReply::OnEnd(size_t, GenerateResult result, const AnswerTimes& times) {
+  exchange_->Post([self = shared_from_this(), result = std::move(result), times] { self->TakeEnd(result, times); });
 }
 
 void SingleReply::OnFailure(std::exception_ptr error) {
@@ -59,21 +65,21 @@ void SingleReply::Pieces(const std::vector<ReplyPiece>& pieces) {
   for (const ReplyPiece& piece : pieces) StreamPiece(piece);
 }
 
-void SingleReply::TakeEnd(const GenerateResult& result) {
+void SingleReply::TakeEnd(const GenerateResult& result, const AnswerTimes& times) {
   if (failed_) return;
   if (result.reason == StopReason::kInterrupted) {
     TakeFailure(std::make_exception_ptr(HttpError(503, StatusText(503))));
     return;
   }
+  const Reply reply = WholeReply(request_, result, model_.engine.tokenizer());
+  const EndedAnswer ended{result, times, std::move(sources_)};
+  measurements_ = MeasurementsJson(request_, {&ended, 1}, model_.engine.tokenizer());
   if (request_.stream) {
     Pieces(parser_.Finish());
     EndStream(result);
     exchange_->EndStream();
     return;
   }
-  Reply reply;
-  Append(parser_.Feed(marks_.Restore(result.tokens, result.text)), &reply);
-  Append(parser_.Finish(), &reply);
   HttpResponse response;
   response.body = JsonBody(Body(reply, result));
   exchange_->Answer(std::move(response));

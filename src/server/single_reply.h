@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,7 @@ class SingleReply : public TaskListener, public std::enable_shared_from_this<Sin
   void Begin();
 
   void OnPart(size_t index, AnswerPart part) override;
+  void OnSources(size_t index, AnswerSources sources) override;
   void OnEnd(size_t index, GenerateResult result, const AnswerTimes& times) override;
   void OnInspection(Inspection) override {}
   void OnFailure(std::exception_ptr error) override;
@@ -44,11 +46,12 @@ class SingleReply : public TaskListener, public std::enable_shared_from_this<Sin
   const ServedModel& model() const { return model_; }
   int32_t calls() const { return parser_.calls(); }
   int64_t created() const { return created_; }
+  const Json& Measurements() const { return measurements_; }  // the answer's object `phsa`, at its end
   void SendEvent(const char* name, const Json& data);
 
  private:
   void Pieces(const std::vector<ReplyPiece>& pieces);
-  void TakeEnd(const GenerateResult& result);
+  void TakeEnd(const GenerateResult& result, const AnswerTimes& times);
   void TakeFailure(const std::exception_ptr& error);
 
   const ServedModel& model_;
@@ -58,6 +61,8 @@ class SingleReply : public TaskListener, public std::enable_shared_from_this<Sin
   const int64_t created_;
   CallMarks marks_;
   ReplyParser parser_;
+  std::optional<AnswerSources> sources_;
+  Json measurements_;
   bool failed_ = false;
 };
 

@@ -12,14 +12,14 @@
 namespace phsa::server {
 namespace {
 
-constexpr std::string_view kThink = "<think>", kThinkEnd = "</think>", kOpen = "<tool_call>", kClose = "</tool_call>";
-constexpr std::string_view kMistralMark = "[TOOL_CALLS]", kPythonMark = "<|python_tag|>", kArgumentsMark = "[ARGS]";
 constexpr std::string_view kSpace = " \t\r\n", kBetween = " \t\r\n,;[]";
 
 std::mt19937_64& Random() {
   thread_local std::mt19937_64 random{(uint64_t{std::random_device{}()} << 32) ^ std::random_device{}()};
   return random;
 }
+
+bool IsMistral(CallFormat format) { return format == CallFormat::kMistral || format == CallFormat::kMistralNamed; }
 
 // How much of the end of `text` may be the beginning of one of the marks.
 template <class Marks>
@@ -106,8 +106,18 @@ std::optional<CallHead> HeadOf(std::string_view text) {
 
 CallFormat CallFormatOf(std::string_view template_text, bool has_tools) {
   const auto has = [&](std::string_view part) { return template_text.find(part) != std::string_view::npos; };
-  if (!has_tools || has(kOpen)) return CallFormat::kTags;
-  return has(kMistralMark) ? CallFormat::kMistral : CallFormat::kJson;
+  if (!has_tools || has(kCallOpen)) return CallFormat::kTags;
+  if (!has(kMistralMark)) return CallFormat::kJson;
+  return has(kArgumentsMark) ? CallFormat::kMistralNamed : CallFormat::kMistral;
+}
+
+const Tool* ToolUse::Find(std::string_view name) const {
+  const auto found = std::ranges::find(tools, name, &Tool::name);
+  return found != tools.end() ? &*found : nullptr;
+}
+
+bool ToolUse::Allows(std::string_view name) const {
+  return Find(name) != nullptr && (allowed.empty() || std::ranges::find(allowed, name) != allowed.end());
 }
 
 struct ReplyParser::State {
@@ -130,10 +140,6 @@ struct ReplyParser::State {
   int32_t calls = 0;
   bool skipped = false;  // this call is one too many
   std::vector<ReplyPiece> pieces;
-
-  bool Known(const std::string& name) const {
-    return std::any_of(use.tools.begin(), use.tools.end(), [&](const Tool& tool) { return tool.name == name; });
-  }
 
   void Say(ReplyPiece::Kind kind, std::string said) {
     if (said.empty()) return;
@@ -180,7 +186,7 @@ struct ReplyParser::State {
     };
     if (!parsed.is_object() || !parsed.contains("name") || !parsed["name"].is_string()) return said();
     const std::string name = parsed["name"].get<std::string>();
-    if (!Known(name)) return said();
+    if (!use.Allows(name)) return said();
     const char* const key = parsed.contains("arguments") ? "arguments" : "parameters";
     nlohmann::ordered_json arguments = parsed.contains(key) ? parsed[key] : nlohmann::ordered_json::object();
     if (arguments.is_string()) arguments = nlohmann::ordered_json::parse(arguments.get<std::string>(), nullptr, false);
@@ -217,7 +223,16 @@ struct ReplyParser::State {
         const size_t begin = text.find_first_not_of(kSpace);
         if (begin == std::string::npos && !last) return false;
         // Calls that are no more than JSON take the place of the answer.
-        if (use.active() && begin != std::string::npos && (text[begin] == '{' || text[begin] == '[')) {
+        if (use.active() && use.guided && begin != std::string::npos) {
+          const Beginning call = BeginsAsCall(std::string_view(text).substr(begin));
+          if (call == Beginning::kMaybe && !last) return false;
+          if (call == Beginning::kYes) {
+            opening = text.substr(0, begin);
+            text.erase(0, begin);
+            mode = Mode::kCalls;
+            return true;
+          }
+        } else if (use.active() && begin != std::string::npos && (text[begin] == '{' || text[begin] == '[')) {
           const bool mark = std::string_view(text).substr(begin).starts_with(kMistralMark);
           const bool maybe = !mark && !last && kMistralMark.starts_with(std::string_view(text).substr(begin));
           if (maybe) return false;
@@ -255,6 +270,17 @@ struct ReplyParser::State {
       }
     }
     return false;
+  }
+
+  enum class Beginning : uint8_t { kNo, kMaybe, kYes };
+  Beginning BeginsAsCall(std::string_view answer) const {
+    Beginning result = Beginning::kNo;
+    if (use.format != CallFormat::kJson && !use.json_calls) return result;
+    for (const std::string_view one : kCallBeginnings) {
+      if (answer.starts_with(one)) return Beginning::kYes;
+      if (one.starts_with(answer)) result = Beginning::kMaybe;
+    }
+    return result;
   }
 
   // Whether a list of objects begins there.
@@ -300,23 +326,26 @@ struct ReplyParser::State {
       text.clear();
       return false;
     }
-    static constexpr std::array<std::string_view, 3> kMarks = {kOpen, kMistralMark, kPythonMark};
+    static constexpr std::array<std::string_view, 3> kAll = {kCallOpen, kMistralMark, kPythonMark};
+    // The one that the grammar answers with a call, or all.
+    const size_t own = IsMistral(use.format) ? 1 : use.format == CallFormat::kJson ? 2 : 0;
+    const std::span<const std::string_view> marks = use.guided ? std::span(kAll).subspan(own, 1) : std::span(kAll);
     size_t first = std::string::npos;
     std::string_view mark;
-    for (const std::string_view one : kMarks) {
+    for (const std::string_view one : marks) {
       const size_t found = text.find(one);
       if (found < first) {
         first = found;
         mark = one;
       }
     }
-    const size_t until = first != std::string::npos ? first : last ? text.size() : text.size() - HeldBack(text, kMarks);
+    const size_t until = first != std::string::npos ? first : last ? text.size() : text.size() - HeldBack(text, marks);
     SayContent(std::string_view(text).substr(0, until));
     text.erase(0, until);
     if (first == std::string::npos) return false;
     text.erase(0, mark.size());
     opening = mark;
-    in_tags = mark == kOpen;
+    in_tags = mark == kCallOpen;
     mode = Mode::kCalls;
     return true;
   }
@@ -355,24 +384,24 @@ struct ReplyParser::State {
       mode = Mode::kObject;
       return true;
     }
-    for (const std::string_view close : {kClose, kPythonMark}) {
+    for (const std::string_view close : {kCallClose, kPythonMark}) {
       if (rest.starts_with(close)) {
         text.erase(0, close.size());
         opening.clear();
-        mode = close == kClose ? Mode::kContent : Mode::kCalls;
+        mode = close == kCallClose ? Mode::kContent : Mode::kCalls;
         return true;
       }
       if (!last && close.starts_with(rest)) return false;
     }
     // A name and its arguments, as newer Mistral models write them.
-    if (use.format == CallFormat::kMistral && !in_tags) {
+    if (IsMistral(use.format) && !in_tags) {
       const size_t bracket = rest.find('{');
       const size_t args = rest.find(kArgumentsMark);
       if (bracket == std::string_view::npos && !last && rest.size() < 200) return false;
       if (bracket != std::string_view::npos) {
         std::string name(rest.substr(0, std::min(bracket, args)));
         while (!name.empty() && kSpace.find(name.back()) != std::string_view::npos) name.pop_back();
-        if (Known(name)) {
+        if (use.Allows(name)) {
           BeginCall(name);
           text.erase(0, bracket);
           opening.clear();
@@ -405,7 +434,7 @@ struct ReplyParser::State {
       if (c == '{' && !whole && !object_is_long) {
         const std::string so_far = object + text.substr(0, taken);
         const std::optional<CallHead> head = HeadOf(so_far);
-        if (head && head->size + 1 == so_far.size() && Known(head->name)) {
+        if (head && head->size + 1 == so_far.size() && use.Allows(head->name)) {
           BeginCall(head->name);
           text = "{" + text.substr(taken);
           object.clear();
@@ -503,7 +532,7 @@ std::string NewId(const char* prefix) { return fmt::format("{}{:016x}{:016x}", p
 
 std::string NewCallId(CallFormat format) {
   // Mistral's templates take ids of nine letters and digits, and no others.
-  if (format != CallFormat::kMistral) return fmt::format("call_{:016x}{:08x}", Random()(), Random()() >> 32);
+  if (!IsMistral(format)) return fmt::format("call_{:016x}{:08x}", Random()(), Random()() >> 32);
   constexpr std::string_view kLetters = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
   std::string id;
   for (int i = 0; i < 9; ++i) id += kLetters[Random()() % kLetters.size()];

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -17,14 +18,18 @@ namespace phsa::server {
 
 struct Tool {
   std::string name;
-  std::string parameters;  // the JSON text of its schema; empty: none
+  std::string parameters = {};  // the JSON text of its schema; empty: none
+  std::optional<std::string> description = {};
+  std::string place = {};  // the schema's field in the request
+  bool strict = false;     // its calls fulfil the schema, or the request is refused
 };
 
 // How a model writes its calls; decided by its template.
 enum class CallFormat : uint8_t {
-  kTags,     // <tool_call>{"name": …, "arguments": …}</tool_call>
-  kJson,     // an object, or several, instead of an answer; behind <|python_tag|> too
-  kMistral,  // [TOOL_CALLS] and a list of objects, or a name and its arguments
+  kTags,          // <tool_call>{"name": …, "arguments": …}</tool_call>
+  kJson,          // an object, or several, instead of an answer; behind <|python_tag|> too
+  kMistral,       // [TOOL_CALLS] and a list of objects, or a name and its arguments
+  kMistralNamed,  // [TOOL_CALLS]name[ARGS]{…}; where nothing holds the answer to it, as kMistral
 };
 CallFormat CallFormatOf(std::string_view template_text, bool has_tools);
 
@@ -33,11 +38,22 @@ struct ToolUse {
   enum class Choice : uint8_t { kNone, kAuto, kRequired };
   std::vector<Tool> tools;
   Choice choice = Choice::kNone;
-  std::string named;     // kRequired: this one; empty: any
-  bool parallel = true;  // several calls in an answer
+  std::vector<std::string> allowed = {};  // only these may be called; empty: all
+  bool parallel = true;                   // several calls in an answer
   CallFormat format = CallFormat::kTags;
+  // A grammar holds the answer to calls of these tools: only what it takes for a call is one.
+  bool guided = false;
+  bool json_calls = true;  // guided: an answer that begins as one of kCallBeginnings is a call in every format
   bool active() const { return choice != Choice::kNone && !tools.empty(); }
+  const Tool* Find(std::string_view name) const;
+  bool Allows(std::string_view name) const;  // it is there and may be called
 };
+
+// How an answer begins that is a call without any mark, where a grammar holds it to that.
+inline constexpr std::string_view kCallBeginnings[] = {R"({"name")", R"([{"name")", R"({"type": "function")"};
+inline constexpr std::string_view kThink = "<think>", kThinkEnd = "</think>", kCallOpen = "<tool_call>",
+                                  kCallClose = "</tool_call>", kMistralMark = "[TOOL_CALLS]",
+                                  kPythonMark = "<|python_tag|>", kArgumentsMark = "[ARGS]";
 
 struct ToolCall {
   std::string id, name, arguments;
@@ -70,8 +86,8 @@ class ReplyParser {
 };
 
 // Marks of calls and thoughts that a tokenizer may have as control tokens, which leave no text behind.
-inline constexpr std::string_view kCallMarks[] = {"[TOOL_CALLS]", "<|python_tag|>", "[ARGS]",  "<tool_call>",
-                                                  "</tool_call>", "<think>",        "</think>"};
+inline constexpr std::string_view kCallMarks[] = {kMistralMark, kPythonMark, kArgumentsMark, kCallOpen,
+                                                  kCallClose,   kThink,      kThinkEnd};
 
 // Puts those marks back into an answer's text as it comes.
 class CallMarks {

@@ -12,6 +12,8 @@ namespace {
 
 // Inspections hold the engine longer than any step; a second one may wait, a crowd may not.
 constexpr size_t kMaxInspections = 4;
+// What a step that looks for sources may look at, so that the others' next tokens need not wait long for it.
+constexpr int64_t kSourcePairs = int64_t{1} << 17;
 
 double Seconds(std::chrono::steady_clock::time_point from) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - from).count();
@@ -140,11 +142,16 @@ void Worker::Begin(Pending pending) {
   request.stop = [this, cancelled = std::move(pending.cancelled)] { return Stopping(cancelled); };
   request.progress = [active = active.get(), stream = pending.task.stream,
                       told = Told{}](const GenerateResult& so_far) mutable {
+    active->tokens = static_cast<int32_t>(so_far.tokens.size());
     if (active->first_token == 0) active->first_token = Seconds(active->submitted);
     if (!stream) return;
     AnswerPart part = NewPart(so_far, told);
     if (!part.text.empty() || !part.tokens.empty()) active->listener->OnPart(active->index, std::move(part));
   };
+  if (pending.task.sources != nullptr) {
+    request.after =
+        SourceFinding(active.get(), std::move(pending.task.sources), static_cast<int32_t>(request.prompt.size()));
+  }
   try {
     active_.emplace(scheduler_->Add(std::move(request)), std::move(active));
   } catch (...) {
@@ -153,6 +160,31 @@ void Worker::Begin(Pending pending) {
     const std::lock_guard lock(mutex_);
     --begun_;
   }
+}
+
+std::function<bool(Sequence&)> Worker::SourceFinding(Active* active, std::shared_ptr<const SourceTask> task,
+                                                     int32_t prompt_tokens) {
+  return [this, active, task = std::move(task), prompt_tokens, begin = Clock::time_point(),
+          search = std::shared_ptr<SourceSearch>()](Sequence& text) mutable {
+    AnswerSources found;
+    try {
+      if (search == nullptr) {
+        begin = Clock::now();
+        SourceOptions options = task->options;
+        options.step_pairs = kSourcePairs;
+        search =
+            std::make_shared<SourceSearch>(engine_, text.length(), prompt_tokens, active->tokens, task->texts, options);
+      }
+      if (search->Step(text)) return true;
+      found.passages = search->Passages();
+    } catch (const Error& error) {
+      if (error.status() == PHSA_IO) throw;
+      found.error = error.what();  // the answer is there all the same
+    }
+    found.seconds = Seconds(begin);
+    active->sources = std::move(found);
+    return false;
+  };
 }
 
 void Worker::Step() {
@@ -184,6 +216,7 @@ void Worker::Collect() {
       times.end = Seconds(active.submitted);
       times.queued = std::max(0.0, times.first_token - result->prefill_seconds);
       metrics_.CountAnswer(*result, times, BlocksChosen(*result, active.attention.get()));
+      if (active.sources) active.listener->OnSources(active.index, *active.sources);
       active.listener->OnEnd(active.index, std::move(*result), times);
     } catch (...) {
       metrics_.CountFailure();

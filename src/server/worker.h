@@ -8,15 +8,18 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "engine/scheduler.h"
 #include "eval/inspect.h"
+#include "eval/sources.h"
 #include "server/metrics.h"
 
 namespace phsa::server {
@@ -30,11 +33,25 @@ struct AnswerPart {
   TokensRead tokens_read;                                     // so far
 };
 
+// The texts of a prompt in which an answer's sources are sought.
+struct SourceTask {
+  std::vector<SourceText> texts;
+  SourceOptions options;
+};
+
+// What was found in them.
+struct AnswerSources {
+  std::vector<Passage> passages;
+  double seconds = 0;  // that it took, beside all others
+  std::string error;   // why there are none; empty: nothing went wrong
+};
+
 // Who gave the work hears of it here, from the worker's thread. `index` is the task's.
 class TaskListener {
  public:
   virtual ~TaskListener() = default;
-  virtual void OnPart(size_t index, AnswerPart part) = 0;  // of tasks that stream
+  virtual void OnPart(size_t index, AnswerPart part) = 0;                 // of tasks that stream
+  virtual void OnSources(size_t /*index*/, AnswerSources /*sources*/) {}  // of tasks that ask for them, before the end
   virtual void OnEnd(size_t index, GenerateResult result, const AnswerTimes& times) = 0;
   virtual void OnInspection(Inspection inspection) = 0;
   virtual void OnFailure(std::exception_ptr error) = 0;
@@ -46,6 +63,7 @@ struct Task {
   GenerateOptions options;
   std::shared_ptr<const TextAttention> attention;  // none: the engine's
   bool stream = false;
+  std::shared_ptr<const SourceTask> sources = nullptr;  // none: nobody asks for them
 };
 
 struct InspectTask {
@@ -97,12 +115,17 @@ class Worker {
     std::shared_ptr<const TextAttention> attention;
     Clock::time_point submitted;
     double first_token = 0;  // seconds; 0: none yet
+    int32_t tokens = 0;      // of the answer, so far
+    std::optional<AnswerSources> sources = {};
   };
 
   std::unique_ptr<Scheduler> MakeScheduler();
   void Run();
   void TakeIncoming();
   void Begin(Pending pending);
+  // What finds an answer's sources when it has ended, step by step.
+  std::function<bool(Sequence&)> SourceFinding(Active* active, std::shared_ptr<const SourceTask> task,
+                                               int32_t prompt_tokens);
   void Step();
   void Collect();
   void Fail(const std::exception_ptr& error);  // everything that is in work

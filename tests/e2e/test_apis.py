@@ -124,6 +124,30 @@ def test_a_response_goes_on_with_calls_and_results(calling, responses, messages)
     assert response.usage.input_tokens == count.input_tokens == json.loads(answer)["count"]
 
 
+PLACE = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rom"]}}, "required": ["city"]}
+
+
+def test_a_response_may_have_to_fulfil_a_schema_or_to_be_a_call(responses):
+    form = {"type": "json_schema", "name": "place", "schema": PLACE, "strict": True}
+    response = responses.create(model="m", input="How is it?", text={"format": form}, temperature=0)
+    assert json.loads(response.output_text)["city"] in ("Bern", "Rom") and response.text.format.name == "place"
+    tools = [{**RESPONSE_TOOLS[0], "parameters": PLACE, "strict": True}]
+    for choice in ("required", {"type": "function", "name": "get_weather"}):
+        response = responses.create(
+            model="m", input="How is it?", tools=tools, tool_choice=choice, parallel_tool_calls=False, temperature=0
+        )
+        kinds = [item.type for item in response.output]
+        assert kinds == ["reasoning", "function_call"] and items(response)[1][2]["city"] in ("Bern", "Rom")
+    for body, param in (
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
+        ({"tools": [{**tools[0], "parameters": {"not": {}}}]}, "tools[0].parameters"),
+    ):
+        with pytest.raises(openai.BadRequestError) as error:
+            responses.create(model="m", input="x", **body)
+        assert error.value.param == param
+
+
 def test_what_is_wrong_with_a_response_is_named(responses):
     for body, param in (
         ({"input": []}, "input"),
@@ -158,6 +182,31 @@ def test_a_message_has_thoughts_text_and_calls(messages):
     assert (cut.stop_reason, cut.content[-1].text) == ("max_tokens", "I look")
     stopped = messages.create(model="m", max_tokens=50, messages=ASK, stop_sequences=["look"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "look")
+
+
+def test_a_message_may_have_to_fulfil_a_schema_or_to_be_a_call(calling, messages):
+    def create(more=None, **body):
+        extra = {"temperature": 0, **(more or {})}  # what the client has no words for
+        message = messages.create(model="m", max_tokens=300, messages=ASK, extra_body=extra, **body)
+        return blocks_of(message)[1:]  # behind the thought
+
+    form = {"type": "json_schema", "schema": PLACE}
+    for body in ({"output_config": {"format": form}}, {"more": {"output_format": form}}):
+        (block,) = create(**body)
+        assert json.loads(block["text"])["city"] in ("Bern", "Rom")
+    tools = [{"name": "get_weather", "input_schema": PLACE, "strict": True}, {"name": "now", "input_schema": {}}]
+    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "get_weather"}):
+        (block,) = create(tools=tools, tool_choice=choice)
+        assert block["type"] == "tool_use"
+        assert block["name"] == "now" or block["input"]["city"] in ("Bern", "Rom")
+    for body, word in (
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format"),
+        ({"tools": tools, "tool_choice": {"type": "tool", "name": "other"}}, "other"),
+        ({"tools": [{**tools[0], "input_schema": {"not": {}}}]}, "tools[0].input_schema"),
+    ):
+        with pytest.raises(anthropic.BadRequestError) as error:
+            create(**body)
+        assert word in error.value.body["error"]["message"]
 
 
 def test_a_streamed_message_is_built_up_as_the_client_expects(messages):

@@ -150,3 +150,97 @@ def test_a_template_without_tools_is_told_of_them_in_words(tmp_path):
         assert prompt.startswith("<|im_start|>system\n") and json.dumps(TOOLS) in prompt
         answer = client(server).chat.completions.create(model="m", messages=QUESTION, tools=TOOLS, temperature=0)
         assert summary(answer.choices[0].message) == (None, ALL[:1], None)
+
+
+CITIES = {"type": "object", "properties": {"city": {"enum": ["Bern", "Köln"]}}, "required": ["city"]}
+CHOSEN = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": CITIES}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+def fulfilled(name, arguments):
+    return arguments == {} if name == "now" else arguments.keys() == {"city"} and arguments["city"] in ("Bern", "Köln")
+
+
+def test_a_call_that_is_asked_for_is_made_and_fulfils_its_schema(calling):
+    by_name = {"type": "function", "function": {"name": "now"}}
+    only = {"mode": "required", "tools": [by_name]}
+    for choice, allowed in (
+        ("required", {"now", "get_weather"}),
+        (by_name, {"now"}),
+        ({"type": "allowed_tools", "allowed_tools": only}, {"now"}),
+    ):
+        body = {"tools": CHOSEN, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 300}
+        answer = client(calling).chat.completions.create(model="m", messages=QUESTION, temperature=0, **body)
+        content, calls, thought = summary(answer.choices[0].message)
+        assert thought == "Which city?" and content is None and len(calls) == 1, answer
+        assert calls[0][0] in allowed and fulfilled(*calls[0]) and answer.choices[0].finish_reason == "tool_calls"
+
+
+def test_arguments_that_the_schema_does_not_allow_are_not_written(calling):
+    # Left alone, the model writes the city Köln.
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": json.loads(json.dumps(CITIES))}}]
+    tools[0]["function"]["parameters"]["properties"]["city"]["enum"] = ["Bern"]
+    answer = client(calling).chat.completions.create(
+        model="m", messages=QUESTION, tools=tools, temperature=0, parallel_tool_calls=False
+    )
+    assert summary(answer.choices[0].message) == ("I look it up.", [("get_weather", {"city": "Bern"})], "Which city?")
+
+
+def test_a_schema_that_cannot_be_held_to_is_refused_only_where_it_must(calling):
+    schema = {"type": "object", "properties": {"city": {"type": "string", "not": {"const": "x"}}}}
+    function = {"name": "get_weather", "parameters": schema}
+    tools = [{"type": "function", "function": function}]
+    answer = calling.post("/v1/chat/completions", messages=QUESTION, tools=tools, temperature=0, max_tokens=100)
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Köln"}'
+    for body in (
+        {"tool_choice": "required"},
+        {"tools": [{"type": "function", "function": {**function, "strict": True}}]},
+    ):
+        error = calling.post("/v1/chat/completions", 400, **{"messages": QUESTION, "tools": tools, **body})["error"]
+        assert error["param"] == "tools[0].function.parameters" and "#/properties/city/not" in error["message"]
+
+
+def test_beside_a_schema_an_answer_is_a_call_or_fulfils_it(calling):
+    schema = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}, "required": ["sky"]}
+    body = {"response_format": {"type": "json_schema", "json_schema": {"name": "sky", "schema": schema}}}
+    answer = client(calling).chat.completions.create(
+        model="m", messages=QUESTION, tools=CHOSEN, temperature=0, max_tokens=300, parallel_tool_calls=False, **body
+    )
+    content, calls, thought = summary(answer.choices[0].message)
+    assert thought == "Which city?"
+    assert fulfilled(*calls[0]) if calls else json.loads(content)["sky"] in ("blue", "grey")
+    answer = client(calling).chat.completions.create(
+        model="m", messages=QUESTION, temperature=0, max_tokens=300, **body
+    )
+    content, calls, thought = summary(answer.choices[0].message)
+    assert thought == "Which city?" and json.loads(content)["sky"] in ("blue", "grey")
+
+
+def test_calls_behind_a_control_token_can_be_asked_for(tmp_path):
+    script = ["[TOOL_CALLS]", '[{"name": ', '"now", "arguments"', ": {}}]"]
+    model = write_scripted(tmp_path / "m.gguf", BRACKETS, script, after="]", control=["[TOOL_CALLS]"])
+    with Server(model, "--weights", "f32") as server:
+        body = {"messages": QUESTION, "tools": CHOSEN, "tool_choice": "required", "temperature": 0}
+        message = server.post("/v1/chat/completions", **body)["choices"][0]["message"]
+        assert [call["function"] for call in message["tool_calls"]] == [{"name": "now", "arguments": "{}"}]
+        assert message["content"] is None
+
+
+def test_smollm2_calls_what_it_must(smollm2):
+    with Server(smollm2, "-c", 2048) as server:
+        for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+            for stream in (False, True):
+                body = {"messages": QUESTION, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+                answer = client(server).chat.completions.create(
+                    model="m", temperature=0, max_tokens=200, stream=stream, **body
+                )
+                if stream:
+                    deltas = [c for chunk in answer for c in chunk.choices[0].delta.tool_calls or []]
+                    call = deltas[0].function.name, "".join(c.function.arguments or "" for c in deltas)
+                else:
+                    function = answer.choices[0].message.tool_calls[0].function
+                    call = function.name, function.arguments
+                arguments = json.loads(call[1])
+                assert arguments == {} if call[0] == "now" else isinstance(arguments["city"], str)
