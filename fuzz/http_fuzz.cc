@@ -4,6 +4,8 @@
 #include "server/answers.h"
 #include "server/api.h"
 #include "server/http_parser.h"
+#include "server/messages_api.h"
+#include "server/responses_api.h"
 
 namespace {
 
@@ -30,7 +32,7 @@ void CheckGeneration(const phsa::server::GenerationRequest& request) {
 
 void ReadBody(size_t which, std::string_view body) {
   using namespace phsa::server;
-  switch (which % 6) {
+  switch (which % 9) {
     case 0: CheckGeneration(ParseCompletion(body, Model())); break;
     case 1: CheckGeneration(ParseChat(body, Model())); break;
     case 2: {
@@ -41,6 +43,9 @@ void ReadBody(size_t which, std::string_view body) {
     case 3: (void)ParseTokenize(body, Model()); break;
     case 4: (void)ParseDetokenize(body, Model()); break;
     case 5: (void)ParseApplyTemplate(body, Model()); break;
+    case 6: CheckGeneration(ParseResponses(body, Model()).generation); break;
+    case 7: CheckGeneration(ParseMessages(body, Model())); break;
+    case 8: (void)CountMessages(body, Model()); break;
   }
 }
 
