@@ -91,6 +91,7 @@ void ReadMessagesTools(const Fields& fields, std::string_view body, ToolUse* use
   const std::optional<Fields> choice = fields.Object("tool_choice");
   if (!choice) return;
   const std::string type = choice->String("type").value_or("");
+  const std::string name = choice->String("name").value_or("");
   use->parallel = !choice->Bool("disable_parallel_tool_use", false);
   if (type == "any" || type == "tool") {
     RequireCall(*choice, "type", use);
@@ -100,7 +101,7 @@ void ReadMessagesTools(const Fields& fields, std::string_view body, ToolUse* use
     choice->Refuse("type", fmt::format(" is {}; allowed: auto, any, tool, none", Quoted(type)));
   }
   if (type == "tool") {
-    AllowTool(*choice, "name", choice->String("name").value_or(""), use);
+    AllowTool(*choice, "name", name, use);
     use->parallel = false;
   }
 }

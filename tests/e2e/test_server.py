@@ -894,9 +894,10 @@ def test_the_description_is_true(tiny, tmp_path):
     with Server(tiny, "--api-key", "secret", "--log-file", "none") as server:
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{server.port}/openapi.json"]
         command += ["-H", "Authorization: Bearer secret", "--seed", "1", "--no-color"]
-        # Functions have any parameters: what is made up of them may be too long for the context.
-        any_length = ["chat/completions", "responses", "messages", "messages/count_tokens"]
-        paths = [word for path in any_length for word in ("PATHS", f"/v1/{path}")]
+        # Functions have any parameters: what is made up of them may be too long for the context. And no schema says that
+        # a product, that of `n` and the prompts of a completion, has a limit.
+        more_limits = ["completions", "chat/completions", "responses", "messages", "messages/count_tokens"]
+        paths = [word for path in more_limits for word in ("PATHS", f"/v1/{path}")]
         for which, examples, more in (
             ("--exclude-path", 30, []),
             ("--include-path", 10, ["--exclude-checks", "positive_data_acceptance"]),
