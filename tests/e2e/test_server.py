@@ -894,8 +894,8 @@ def test_the_description_is_true(tiny, tmp_path):
     with Server(tiny, "--api-key", "secret", "--log-file", "none") as server:
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{server.port}/openapi.json"]
         command += ["-H", "Authorization: Bearer secret", "--seed", "1", "--no-color"]
-        # Functions have any parameters: what is made up of them may be too long for the context. And no schema says that
-        # a product, that of `n` and the prompts of a completion, has a limit.
+        # Functions have any parameters: what is made up of them may be too long for the context. And no schema says
+        # that a product, that of `n` and the prompts of a completion, has a limit.
         more_limits = ["completions", "chat/completions", "responses", "messages", "messages/count_tokens"]
         paths = [word for path in more_limits for word in ("PATHS", f"/v1/{path}")]
         for which, examples, more in (
