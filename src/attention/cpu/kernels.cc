@@ -389,20 +389,42 @@ void GroupScores(const float* const* e, const float* weight, int heads, bool max
   }
 }
 
-void FoldParts(float* s, int n, int parts) {
-  for (; parts > 1; parts /= 2) {
-    const int sums = n * (parts / 2);
-#if HWY_TARGET == HWY_SCALAR
-    for (int i = 0; i < sums; ++i) s[i] = s[2 * i] + s[2 * i + 1];
-#else
-    const F d;
-    // What lies beyond the last whole vector is of the same panel, and is not read later.
-    for (int i = 0; i < sums; i += kLanes) {
-      const V low = hn::LoadU(d, s + 2 * i), high = hn::LoadU(d, s + 2 * i + kLanes);
-      hn::StoreU(hn::Add(hn::ConcatEven(d, high, low), hn::ConcatOdd(d, high, low)), d, s + i);
+void SumParts(const float* s, int parts, int blocks, float factor, float* max, float* sum) {
+  const F d;
+  const V f = hn::Set(d, factor), lowest = hn::Set(d, -HUGE_VALF);
+  for (int i = 0; i < kPanel; i += kLanes) {
+    V m = hn::LoadU(d, s + i);
+    for (int p = 1; p < parts; ++p) m = hn::Max(m, hn::LoadU(d, s + p * kPanel + i));
+    const V offset = hn::Mul(m, f);
+    V total = hn::Zero(d);
+    for (int p = 0; p < parts; ++p) {
+      total = hn::Add(total, Exp2(d, hn::MulSub(hn::LoadU(d, s + p * kPanel + i), f, offset)));
     }
-#endif
+    const auto counts =
+        hn::And(hn::Lt(hn::Iota(d, static_cast<float>(i)), hn::Set(d, static_cast<float>(blocks))), hn::Ne(m, lowest));
+    hn::StoreU(hn::IfThenElse(counts, m, lowest), d, max + i);
+    hn::StoreU(hn::IfThenElseZero(counts, total), d, sum + i);
   }
+}
+
+float JoinParts(const float* max, const float* sum, int n, float factor, float* e) {
+  const F d;
+  const V f = hn::Set(d, factor), end = hn::Set(d, static_cast<float>(n)), lowest = hn::Set(d, -HUGE_VALF);
+  const int padded = (n + kPanel - 1) / kPanel * kPanel;
+  V m = lowest;
+  const auto counts = [&](int i) { return hn::Lt(hn::Iota(d, static_cast<float>(i)), end); };
+  for (int i = 0; i < padded; i += kLanes) {
+    m = hn::Max(m, hn::IfThenElse(counts(i), hn::LoadU(d, max + i), lowest));
+  }
+  const V offset = hn::Set(d, MaxLanes(d, m) * factor);
+  V total = hn::Zero(d);
+  for (int i = 0; i < padded; i += kLanes) {
+    const V x = hn::Mul(hn::LoadU(d, sum + i), Exp2(d, hn::MulSub(hn::LoadU(d, max + i), f, offset)));
+    const V kept = hn::IfThenElseZero(counts(i), x);
+    total = hn::Add(total, kept);
+    hn::StoreU(kept, d, e + i);
+  }
+  return SumLanes(d, total);
 }
 
 // Floats by rank: a < b exactly where their keys are (and 0 beside -0, which nothing here tells apart).
@@ -591,7 +613,8 @@ Kernels GetKernels() {
           &Bounds,
           &Exponentials,
           &GroupScores,
-          &FoldParts,
+          &SumParts,
+          &JoinParts,
           &TopK,
           &AccumulateTransposed,
           &SoftmaxGradient,

@@ -58,9 +58,12 @@ struct Kernels {
   // group[t] = Σ_h e[h][t] · weight[h] (or the maximum over h) for t in [begin, end); NaN becomes -1, below any score.
   void (*group_scores)(const float* const* e, const float* weight, int heads, bool maximum, int begin, int end,
                        float* group);
-  // s[t] = s[t · parts] + … + s[t · parts + parts - 1] for t < n, in pairs of pairs; s has whole panels before and
-  // after.
-  void (*fold_parts)(float* s, int n, int parts);
+  // s[16 p + i] is the score of part p of block i, for 16 blocks of which the first `blocks` count. max[i] becomes the
+  // largest of block i's, sum[i] = Σ_p 2^((s - max[i]) · factor); -inf and 0 for blocks that do not count.
+  void (*sum_parts)(const float* s, int parts, int blocks, float factor, float* max, float* sum);
+  // e[t] = sum[t] · 2^((max[t] - the largest max) · factor) for t < n, 0 up to the next multiple of 16, to which max
+  // and sum have room; returns the sum of e.
+  float (*join_parts)(const float* max, const float* sum, int n, float factor, float* e);
   // The indices in [begin, end) of the k largest values, ties to the lower index, ascending. end - begin >= k >= 1;
   // no NaN among them. scratch: [end - begin].
   void (*top_k)(const float* values, int begin, int end, int k, int32_t* scratch, int32_t* out);

@@ -108,31 +108,31 @@ void SplitSigns(const PlanImpl& plan, const void* q, int32_t per_word, void* dst
   }
 }
 
-// The parts of block `block`, one row each, `stride` elements apart.
-void RepresentParts(const Call& call, int32_t seq, int32_t kv_head, int32_t block, void* dst, int64_t stride) {
+// Part `part` of block `block`.
+void RepresentPart(const Call& call, int32_t seq, int32_t kv_head, int32_t block, int32_t part, void* dst) {
   const PlanImpl& plan = call.plan;
   const KeyValues& kv = call.params.kv;
   const int32_t m = plan.block / plan.parts, token = block * plan.block;
   const void* keys = At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, token, kv_head));
-  const uint8_t* flags = kv.flags == nullptr ? nullptr : kv.flags + FlagOffset(plan, kv, seq, token);
+  const uint8_t* flags = kv.flags == nullptr ? nullptr : kv.flags + FlagOffset(plan, kv, seq, token) + part * m;
   float weight[64];
-  for (int32_t p = 0; p < plan.parts; ++p) {
-    BlockWeights(flags == nullptr ? nullptr : flags + p * m, m, plan.lambda[kv_head], weight);
-    call.kernels.weighted_sum(At(keys, plan.dtype, int64_t{p} * m * kv.k_token_stride), kv.k_token_stride, plan.dtype,
-                              m, plan.head_dim, weight, At(dst, plan.dtype, p * stride));
-  }
+  BlockWeights(flags, m, plan.lambda[kv_head], weight);
+  call.kernels.weighted_sum(At(keys, plan.dtype, int64_t{part} * m * kv.k_token_stride), kv.k_token_stride, plan.dtype,
+                            m, plan.head_dim, weight, dst);
 }
 
-// A panel of the parts of `count` blocks.
+// The parts of `count` blocks, at most 16: a panel has one part of each.
 void PackParts(const Call& call, int32_t seq, int32_t kv_head, const int32_t* blocks, int32_t count,
                uint32_t* rows_scratch, uint32_t* dst) {
   const PlanImpl& plan = call.plan;
-  for (int32_t i = 0; i < count; ++i) {
-    RepresentParts(call, seq, kv_head, blocks[i],
-                   At(static_cast<void*>(rows_scratch), plan.dtype, int64_t{i} * plan.parts * plan.rep_width),
-                   plan.rep_width);
+  for (int32_t p = 0; p < plan.parts; ++p) {
+    for (int32_t i = 0; i < count; ++i) {
+      RepresentPart(call, seq, kv_head, blocks[i], p,
+                    At(static_cast<void*>(rows_scratch), plan.dtype, int64_t{i} * plan.rep_width));
+    }
+    call.products.pack_panel(rows_scratch, plan.rep_width, plan.dtype, count, plan.rep_width,
+                             dst + int64_t{p} * call.rep_words * kPanel);
   }
-  call.products.pack_panel(rows_scratch, plan.rep_width, plan.dtype, count * plan.parts, plan.rep_width, dst);
 }
 
 // The rows of q as the scores want them: words, of rep_width elements.
@@ -302,144 +302,124 @@ const float* ChooseByReps(const Call& call, const Tile& tile, const TileScratch&
                       scratch.group_scores, out);
 }
 
-// Which blocks' parts are scored, and where each chooser's survivors are. Scores of reps are in scratch.rep_score_ptrs
-// where there are more candidates than survivors.
+// Which blocks' parts are scored: those of all blocks, or, where there are more candidates than survivors, of what some
+// chooser has among its own. Then the scores of reps are in scratch.rep_score_ptrs.
 void Survive(const Call& call, const Tile& tile, const TileScratch& scratch, const Candidates& blocks, int32_t choosers,
              int32_t heads) {
-  const int32_t candidates = blocks.last - blocks.first;
-  const int32_t count = std::min(candidates, call.shape.survivors);
   uint64_t* bits = scratch.scored_bits;
+  const int32_t count = call.shape.survivors;
+  if (blocks.last - blocks.first <= count) {
+    std::fill_n(bits, blocks.b / 64, ~uint64_t{0});
+    bits[blocks.b / 64] = (uint64_t{1} << (blocks.b % 64)) - 1;
+    return;
+  }
   const auto mark = [bits](int32_t t) { bits[t / 64] |= uint64_t{1} << (t % 64); };
   std::fill_n(bits, blocks.b / 64 + 1, uint64_t{0});
-  for (int32_t t = 0; t < std::min(blocks.first, blocks.b); ++t) mark(t);
+  for (int32_t t = 0; t < blocks.first; ++t) mark(t);
   for (int32_t t = blocks.last; t < blocks.b; ++t) mark(t);
   for (int32_t c = 0; c < choosers; ++c) {
-    int32_t* out = scratch.survivors + int64_t{c} * call.shape.survivors;
-    scratch.survivor_counts[c] = count;
-    if (candidates > count) {
-      ChooseByReps(call, tile, scratch, blocks, c * heads, heads, count, out);
-    } else {
-      for (int32_t j = 0; j < count; ++j) out[j] = blocks.first + j;
-    }
+    int32_t* out = scratch.survivors + int64_t{c} * count;
+    ChooseByReps(call, tile, scratch, blocks, c * heads, heads, count, out);
     for (int32_t j = 0; j < count; ++j) mark(out[j]);
   }
 }
 
-// Raw scores of all rows over the parts of the marked blocks, into scratch.part_scores at scratch.part_columns.
+// Scores of all rows over the parts of the marked blocks, into scratch.part_max and part_sum.
 void ScoreParts(const Call& call, const Tile& tile, const TileScratch& scratch, int32_t b, int32_t rows) {
   const PlanImpl& plan = call.plan;
-  const int32_t per_panel = kPanel / plan.parts;
-  const int64_t panel_size = int64_t{call.rep_words} * kPanel;
+  const int64_t columns = int64_t{plan.parts} * kPanel, stride = call.shape.padded_blocks;
+  const float factor = static_cast<float>(plan.scale * kLog2E);
+  for (int32_t r = 0; r < rows; ++r) scratch.part_score_ptrs[r] = scratch.part_scores + r * columns;
+  const auto dot = [&](const uint32_t* panels) {
+    call.products.dot(scratch.rep_query_ptrs, rows, panels, plan.parts, call.rep_words, scratch.part_score_ptrs);
+  };
+
   const int64_t packed = call.shared.part_starts[tile.seq];
-  const uint32_t* source = nullptr;  // panels under way, next to each other
-  int32_t panels = 0, column = 0;
-  const auto flush = [&] {
-    if (panels == 0) return;
+  if (packed >= 0) {
+    const int64_t panels_of_head = PaddedParts(plan, plan.seqs[tile.seq]) / kPanel;
+    for (int32_t t = 0; t < b; t += kPanel) {
+      if ((scratch.scored_bits[t / 64] >> (t % 64) & 0xffff) == 0) continue;
+      const int64_t panel = tile.kv_head * panels_of_head + int64_t{t} / kPanel * plan.parts;
+      dot(call.shared.part_panels + packed + panel * call.rep_words * kPanel);
+      for (int32_t r = 0; r < rows; ++r) {
+        call.kernels.sum_parts(scratch.part_score_ptrs[r], plan.parts, b - t, factor, scratch.part_max + r * stride + t,
+                               scratch.part_sum + r * stride + t);
+      }
+    }
+    return;
+  }
+  int32_t blocks[kPanel], count = 0;
+  const auto score = [&] {
+    PackParts(call, tile.seq, tile.kv_head, blocks, count, scratch.part_rows, scratch.part_panels);
+    dot(scratch.part_panels);
     for (int32_t r = 0; r < rows; ++r) {
-      scratch.part_ptrs[r] = scratch.part_scores + int64_t{r} * call.shape.part_columns + column - panels * kPanel;
+      float max[kPanel], sum[kPanel];
+      call.kernels.sum_parts(scratch.part_score_ptrs[r], plan.parts, count, factor, max, sum);
+      for (int32_t i = 0; i < count; ++i) {
+        scratch.part_max[r * stride + blocks[i]] = max[i];
+        scratch.part_sum[r * stride + blocks[i]] = sum[i];
+      }
     }
-    call.products.dot(scratch.rep_query_ptrs, rows, source, panels, call.rep_words, scratch.part_ptrs);
-    panels = 0;
-  };
-  const auto add = [&](const uint32_t* panel) {
-    if (panels == 4 || (panels > 0 && panel != source + panels * panel_size)) flush();
-    if (panels == 0) source = panel;
-    ++panels;
-    column += kPanel;
-  };
-  int32_t gathered[kPanel], count = 0;
-  int32_t last_panel = -1;
-  const auto gather = [&] {
-    uint32_t* panel = scratch.part_panels + (panels % 4) * panel_size;
-    if (panels == 4) {
-      flush();
-      panel = scratch.part_panels;
-    }
-    PackParts(call, tile.seq, tile.kv_head, gathered, count, scratch.part_rows, panel);
-    add(panel);
     count = 0;
   };
   for (int32_t w = 0; w <= b / 64; ++w) {
     for (uint64_t bits = scratch.scored_bits[w]; bits != 0; bits &= bits - 1) {
-      const int32_t t = w * 64 + __builtin_ctzll(bits);
-      if (packed >= 0) {
-        if (t / per_panel != last_panel) {
-          last_panel = t / per_panel;
-          const int32_t all = PaddedParts(plan, plan.seqs[tile.seq]) / kPanel;
-          add(call.shared.part_panels + packed + (int64_t{tile.kv_head} * all + last_panel) * panel_size);
-        }
-        scratch.part_columns[t] = column - kPanel + t % per_panel * plan.parts;
-      } else {
-        scratch.part_columns[t] = column + count * plan.parts;
-        gathered[count++] = t;
-        if (count == per_panel) gather();
-      }
+      blocks[count++] = w * 64 + __builtin_ctzll(bits);
+      if (count == kPanel) score();
     }
   }
-  if (count > 0) gather();
-  flush();
+  if (count > 0) score();
 }
 
 // The `count` best of a chooser's survivors by their parts, for the heads in rows [row, row + heads). Returns the
-// scores of what is listed, by place in the list. `rows`: of all that were scored together, before or after this one.
-const float* ChooseByParts(const Call& call, const Tile& tile, const TileScratch& scratch, const Candidates& blocks,
-                           int32_t chooser, int32_t row, int32_t rows, int32_t heads, int32_t count, int32_t* out) {
+// scores of what is listed, by place in the list.
+const float* ChooseByParts(const Call& call, const TileScratch& scratch, const Candidates& blocks, int32_t chooser,
+                           int32_t row, int32_t heads, int32_t count, int32_t* out) {
   const PlanImpl& plan = call.plan;
-  const int32_t parts = plan.parts;
-  const int32_t* survivors = scratch.survivors + int64_t{chooser} * call.shape.survivors;
-  const int32_t num_survivors = scratch.survivor_counts[chooser];
+  const int32_t candidates = blocks.last - blocks.first, num_survivors = std::min(candidates, call.shape.survivors);
+  const bool all = num_survivors == candidates;
   const int32_t first = std::min(blocks.first, blocks.b);
-  int32_t n = 0;
-  for (int32_t t = 0; t < first; ++t) scratch.fine_blocks[n++] = t;
-  for (int32_t j = 0; j < num_survivors; ++j) scratch.fine_blocks[n++] = survivors[j];
-  for (int32_t t = blocks.last; t < blocks.b; ++t) scratch.fine_blocks[n++] = t;
+  int32_t n = blocks.b;
+  if (!all) {
+    const int32_t* survivors = scratch.survivors + int64_t{chooser} * call.shape.survivors;
+    n = 0;
+    for (int32_t t = 0; t < first; ++t) scratch.fine_blocks[n++] = t;
+    for (int32_t j = 0; j < num_survivors; ++j) scratch.fine_blocks[n++] = survivors[j];
+    for (int32_t t = blocks.last; t < blocks.b; ++t) scratch.fine_blocks[n++] = t;
+  }
 
-  // Where every block is scored, its parts stand in their order already; a row's scores are wanted raw only once.
-  const bool all = n == blocks.b;
-  const auto gather = [&] {
-    for (int32_t h = 0; h < heads; ++h) {
-      float* from = scratch.part_scores + int64_t{row + h} * call.shape.part_columns;
-      if (all) {
-        scratch.fine_ptrs[h] = from;
-        continue;
-      }
-      float* to = scratch.fine_ptrs[h] = scratch.fine_scores + h * scratch.fine_stride;
-      for (int32_t i = 0; i < n; ++i) {
-        std::memcpy(to + i * parts, from + scratch.part_columns[scratch.fine_blocks[i]], sizeof(float) * parts);
-      }
-    }
-  };
-  gather();
+  const double factor = plan.scale * kLog2E;
   float* weights = scratch.rep_weights + row;
+  // Where every block is scored they stand in their order already.
+  const auto of_head = [&](int32_t h, const float* of_blocks, float* gathered) -> const float* {
+    const float* from = of_blocks + int64_t{row + h} * call.shape.padded_blocks;
+    if (all) return from;
+    float* to = gathered + int64_t{h} * call.shape.fine_blocks;
+    for (int32_t i = 0; i < n; ++i) to[i] = from[scratch.fine_blocks[i]];
+    return to;
+  };
   for (int32_t h = 0; h < heads; ++h) {
-    weights[h] = 1.0f / call.kernels.exponentials(scratch.fine_ptrs[h], n * parts, plan.scale * kLog2E);
+    scratch.fine_ptrs[h] = scratch.fine_scores + int64_t{h} * call.shape.fine_blocks;
+    const float* max = of_head(h, scratch.part_max, scratch.fine_max);
+    const float* sum = of_head(h, scratch.part_sum, scratch.fine_sum);
+    weights[h] = 1.0f / call.kernels.join_parts(max, sum, n, static_cast<float>(factor), scratch.fine_ptrs[h]);
   }
-  const bool maximum = plan.settings.group_reduce == GroupReduce::kMax;
-  if (maximum) {
-    for (int32_t h = 0; h < heads; ++h) call.kernels.fold_parts(scratch.fine_ptrs[h], n, parts);
-  }
-  float* values = scratch.fine_values;
-  call.kernels.group_scores(scratch.fine_ptrs, weights, heads, maximum, 0, maximum ? n : n * parts, values);
-  if (!maximum) call.kernels.fold_parts(values, n, parts);
-  const float* scores = values;
+  call.kernels.group_scores(scratch.fine_ptrs, weights, heads, plan.settings.group_reduce == GroupReduce::kMax, 0, n,
+                            scratch.fine_values);
+  const float* scores = scratch.fine_values;
   if (num_survivors > count) {
-    call.kernels.top_k(values, first, first + num_survivors, count, scratch.candidates, out);
-    if (Least(values, out, count) < kLeastScore) {
-      if (all) ScoreParts(call, tile, scratch, blocks.b, rows);
-      gather();
+    call.kernels.top_k(scores, first, first + num_survivors, count, scratch.candidates, out);
+    if (Least(scores, out, count) < kLeastScore) {
       for (int32_t h = 0; h < heads; ++h) {
-        float* s = scratch.fine_ptrs[h];
-        ToLogs(s, n * parts, plan.scale * kLog2E, weights[h]);
+        const float* max = of_head(h, scratch.part_max, scratch.fine_max);
+        const float* sum = of_head(h, scratch.part_sum, scratch.fine_sum);
+        const double lse = *std::max_element(max, max + n) * factor - std::log2(double{weights[h]});
         for (int32_t i = 0; i < n; ++i) {
-          const float* part = s + i * parts;
-          const float top = *std::max_element(part, part + parts);
-          double sum = 0;
-          for (int32_t p = 0; p < parts; ++p) sum += std::exp2(double{part[p]} - top);
-          s[i] = top > -HUGE_VALF ? static_cast<float>(top + std::log2(sum)) : top;
+          scratch.fine_ptrs[h][i] = static_cast<float>(max[i] * factor + std::log2(double{sum[i]}) - lse);
         }
       }
       scores = ChooseByLogs(call, scratch, scratch.fine_ptrs, heads, n, false, first, first + num_survivors, count,
-                            values, out);
+                            scratch.fine_values, out);
     }
   } else {
     for (int32_t j = 0; j < count; ++j) out[j] = first + j;
@@ -447,7 +427,7 @@ const float* ChooseByParts(const Call& call, const Tile& tile, const TileScratch
   float* listed = scratch.group_scores;
   for (int32_t j = 0; j < count; ++j) {
     listed[j] = scores[out[j]];
-    out[j] = scratch.fine_blocks[out[j]];
+    if (!all) out[j] = scratch.fine_blocks[out[j]];
   }
   return listed;
 }
@@ -494,8 +474,7 @@ void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratc
       const int32_t row = (query - begin) * plan.group + unit * heads;
       const float* scores = nullptr;
       if (score && plan.parts > 1) {
-        scores = ChooseByParts(call, tile, scratch, blocks, (query - begin) * shape.units + unit, row, rows, heads,
-                               count, out);
+        scores = ChooseByParts(call, scratch, blocks, (query - begin) * shape.units + unit, row, heads, count, out);
       } else if (score) {
         scores = ChooseByReps(call, tile, scratch, blocks, row, heads, count, out);
       }
@@ -579,28 +558,23 @@ void PackReps(const Call& call) {
 void PackAllParts(const Call& call) {
   const PlanImpl& plan = call.plan;
   if (plan.parts == 1) return;
-  constexpr int32_t kPanelsPerTask = 16;
-  const int32_t per_panel = kPanel / plan.parts;
   for (int32_t s = 0; s < static_cast<int32_t>(plan.seqs.size()); ++s) call.shared.part_starts[s] = -1;
   int64_t start = 0;
   for (int32_t s = 0; s < static_cast<int32_t>(plan.seqs.size()); ++s) {
     const PlanSequence& seq = plan.seqs[s];
     if (!PacksParts(plan, seq)) continue;
-    const int32_t panels = PaddedParts(plan, seq) / kPanel, blocks = seq.kv_len / plan.block;
-    const int32_t tasks = (panels + kPanelsPerTask - 1) / kPanelsPerTask;
+    const int32_t blocks = seq.kv_len / plan.block, tasks = (blocks + kPanel - 1) / kPanel;
+    const int64_t size = int64_t{plan.parts} * call.rep_words * kPanel;
     call.shared.part_starts[s] = start;
-    ParallelFor(call.params.executor, int64_t{tasks} * plan.num_kv_heads, [&](int32_t task, int32_t /*worker*/) {
-      const int32_t kv_head = task % plan.num_kv_heads, begin = task / plan.num_kv_heads * kPanelsPerTask;
+    ParallelFor(call.params.executor, int64_t{tasks} * plan.num_kv_heads, [&](int64_t task, int32_t /*worker*/) {
       alignas(64) uint32_t rows[16 * 256];
-      for (int32_t p = begin; p < std::min(panels, begin + kPanelsPerTask); ++p) {
-        int32_t list[kPanel];
-        const int32_t count = std::min(per_panel, blocks - p * per_panel);
-        for (int32_t i = 0; i < count; ++i) list[i] = p * per_panel + i;
-        PackParts(call, s, kv_head, list, count, rows,
-                  call.shared.part_panels + start + (int64_t{kv_head} * panels + p) * call.rep_words * kPanel);
-      }
+      const int32_t kv_head = static_cast<int32_t>(task / tasks), first = static_cast<int32_t>(task % tasks) * kPanel;
+      int32_t list[kPanel];
+      const int32_t count = std::min(kPanel, blocks - first);
+      for (int32_t i = 0; i < count; ++i) list[i] = first + i;
+      PackParts(call, s, kv_head, list, count, rows, call.shared.part_panels + start + task * size);
     });
-    start += int64_t{panels} * plan.num_kv_heads * call.rep_words * kPanel;
+    start += tasks * plan.num_kv_heads * size;
   }
 }
 

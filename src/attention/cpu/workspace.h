@@ -43,12 +43,8 @@ struct TileShape {
     if (plan.parts > 1) {
       const int32_t always = std::min(blocks, plan.init_blocks + plan.local_blocks);
       survivors = std::min(blocks, plan.survivors);
-      fine_blocks = std::min(blocks, always + survivors);
-      // Of the queries scored together. A block lies in one panel with others, which come along.
-      const int32_t per_panel = kPanel / plan.parts;
-      const int64_t lists = int64_t{std::min(score_queries, longest)} * units;
-      const int64_t scored = always / per_panel + 4 + lists * survivors;
-      part_columns = static_cast<int32_t>(std::min<int64_t>(blocks / per_panel + 2, scored)) * kPanel;
+      fine_blocks = (std::min(blocks, always + survivors) + 15) / 16 * 16;
+      padded_blocks = (blocks + 15) / 16 * 16;
     }
     chosen_slots = kChosenTokens / plan.block;
     score_stride = std::max(kChunk, std::min(chosen_slots, std::max(1, slots)) * plan.block);
@@ -64,9 +60,9 @@ struct TileShape {
   int32_t chosen_slots;  // chosen blocks whose scores are held at once
   int32_t score_stride;  // floats between two rows of scores
   // With parts:
-  int32_t survivors = 0;     // the most of a query
-  int32_t fine_blocks = 0;   // the most whose parts a query scores
-  int32_t part_columns = 0;  // of the parts scored for some queries together: whole panels
+  int32_t survivors = 0;    // the most of a query
+  int32_t fine_blocks = 0;  // the most whose parts a query scores, in whole panels
+  int32_t padded_blocks = 0;
 };
 
 inline int32_t NumTiles(const PlanSequence& seq, const TileShape& shape) {
@@ -114,7 +110,7 @@ inline bool PacksParts(const PlanImpl& plan, const PlanSequence& seq) {
   return plan.parts > 1 && PacksReps(plan, seq) && seq.q_len >= seq.kv_len / 256;
 }
 inline int32_t PaddedParts(const PlanImpl& plan, const PlanSequence& seq) {
-  return (seq.kv_len / plan.block * plan.parts + 15) / 16 * 16;
+  return (seq.kv_len / plan.block + 15) / 16 * 16 * plan.parts;
 }
 
 // What one worker needs for one tile of the forward.
@@ -153,21 +149,21 @@ struct TileScratch {
     block_scores = carver.Take<float>(shape.blocks + 16);
     candidates = carver.Take<int32_t>(std::max(shape.blocks, shape.padded_reps) + 16);
     if (plan.parts == 1) return;
-    const int64_t padded_fine = int64_t{shape.fine_blocks * plan.parts + 15} / 16 * 16 + 16;
     const int64_t choosers = int64_t{shape.score_rows} / plan.rows_of_group();
     survivors = carver.Take<int32_t>(choosers * shape.survivors);
-    survivor_counts = carver.Take<int32_t>(choosers);
     scored_bits = carver.Take<uint64_t>(shape.blocks / 64 + 1);
-    part_columns = carver.Take<int32_t>(shape.blocks);
-    part_scores = carver.Take<float>(int64_t{shape.score_rows} * shape.part_columns);
-    part_panels = carver.Take<uint32_t>(4 * kPanel * width);
+    part_panels = carver.Take<uint32_t>(plan.parts * kPanel * width);
     part_rows = carver.Take<uint32_t>(kPanel * width);
-    part_ptrs = carver.Take<float*>(shape.score_rows);
+    part_scores = carver.Take<float>(int64_t{shape.score_rows} * plan.parts * kPanel);
+    part_score_ptrs = carver.Take<float*>(shape.score_rows);
+    part_max = carver.Take<float>(int64_t{shape.score_rows} * shape.padded_blocks);
+    part_sum = carver.Take<float>(int64_t{shape.score_rows} * shape.padded_blocks);
     fine_blocks = carver.Take<int32_t>(shape.fine_blocks);
-    fine_scores = carver.Take<float>(plan.rows_of_group() * padded_fine);
+    fine_max = carver.Take<float>(plan.rows_of_group() * shape.fine_blocks);
+    fine_sum = carver.Take<float>(plan.rows_of_group() * shape.fine_blocks);
+    fine_scores = carver.Take<float>(plan.rows_of_group() * shape.fine_blocks);
     fine_ptrs = carver.Take<float*>(plan.rows_of_group());
-    fine_values = carver.Take<float>(padded_fine);
-    fine_stride = padded_fine;
+    fine_values = carver.Take<float>(shape.fine_blocks);
   }
 
   uint32_t* queries = nullptr;              // [rows][words]
@@ -199,19 +195,20 @@ struct TileScratch {
   float* block_scores = nullptr;  // [blocks], infllm2-64
   int32_t* candidates = nullptr;
   // With parts:
-  int32_t* survivors = nullptr;        // [queries scored together · units][shape.survivors], ascending
-  int32_t* survivor_counts = nullptr;  // [queries scored together · units]
-  uint64_t* scored_bits = nullptr;     // [blocks / 64 + 1] blocks whose parts somebody scores
-  int32_t* part_columns = nullptr;     // [blocks] where the parts of such a block are in part_scores
-  float* part_scores = nullptr;        // [score_rows][shape.part_columns]
-  uint32_t* part_panels = nullptr;     // [4][rep_width][16]
-  uint32_t* part_rows = nullptr;       // [16][rep_width] parts of one panel
-  float** part_ptrs = nullptr;         // [score_rows]
-  int32_t* fine_blocks = nullptr;      // [shape.fine_blocks] of one query and chooser, ascending
-  float* fine_scores = nullptr;        // [rows_of_group][fine_stride] their parts
-  float** fine_ptrs = nullptr;         // [rows_of_group]
-  float* fine_values = nullptr;        // [fine_stride] the group's
-  int64_t fine_stride = 0;
+  int32_t* survivors = nullptr;       // [queries scored together · units][shape.survivors], ascending
+  uint64_t* scored_bits = nullptr;    // [blocks / 64 + 1] blocks whose parts somebody scores
+  uint32_t* part_panels = nullptr;    // [parts][rep_width][16]
+  uint32_t* part_rows = nullptr;      // [16][rep_width] rows of one panel
+  float* part_scores = nullptr;       // [score_rows][parts][16] of 16 blocks
+  float** part_score_ptrs = nullptr;  // [score_rows]
+  float* part_max = nullptr;          // [score_rows][padded_blocks] the largest score of a block's parts
+  float* part_sum = nullptr;          // [score_rows][padded_blocks] their exponentials beside it
+  int32_t* fine_blocks = nullptr;     // [shape.fine_blocks] of one query and chooser, ascending
+  float* fine_max = nullptr;          // [rows_of_group][shape.fine_blocks] theirs of part_max
+  float* fine_sum = nullptr;
+  float* fine_scores = nullptr;  // [rows_of_group][shape.fine_blocks] their exponentials
+  float** fine_ptrs = nullptr;   // [rows_of_group] into fine_scores
+  float* fine_values = nullptr;  // [shape.fine_blocks] the group's
 };
 
 // What all workers share in one forward: packed keys and values of some heads, representatives where the caller keeps
