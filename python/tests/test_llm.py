@@ -835,7 +835,7 @@ CALLS = {
     "batch": "llm.generate([ids, ids[1:]])",
     "stream": "list(llm.stream(ids))",
     "loglikelihood": "llm.loglikelihood([(ids, [5])])",
-    "logits": "llm.logits(ids[:9000])",
+    "logits": "llm.logits(ids[:30000])",
     "inspect": "llm.set_attention('phsa'); llm.inspect(ids)",
 }
 
@@ -863,7 +863,7 @@ def test_ctrl_c_ends_a_long_call(slow_folder: Path, name: str) -> None:
     assert process.stdout.readline() == "interrupted\n"
     seconds = time.monotonic() - start
     assert process.communicate(timeout=60)[0] == "works\n" and process.returncode == 0
-    assert seconds < 5, "a step of 512 tokens is a fraction of that, even on a busy machine"
+    assert seconds < 30, "a step of 512 tokens is a fraction of that on a busy machine, the call takes minutes"
 
 
 def test_the_end_of_python_waits_for_nobody_long(slow_folder: Path) -> None:

@@ -53,13 +53,13 @@ std::optional<Settings> Filled(const TuneOptions& options, Settings settings) {
   return settings;
 }
 
-// The cheaper ones first: representatives and survivors are what choosing costs.
-auto Cost(const LayerSettings& settings) {
-  int32_t parts = settings.base.parts;
-  for (const auto& [layer, one] : settings.layers) parts = std::min(parts, one.parts);
+// The cheaper ones first: representatives (of all layers) and survivors are what choosing costs.
+auto Cost(const LayerSettings& settings, int32_t num_layers) {
+  int64_t parts = int64_t{settings.base.parts} * (num_layers - static_cast<int32_t>(settings.layers.size()));
+  for (const auto& [layer, one] : settings.layers) parts += one.parts;
   const int32_t survivors =
       settings.base.survivors == 0 ? std::numeric_limits<int32_t>::max() : settings.base.survivors;
-  return std::tuple(settings.base.parts, parts, settings.base.parts > 1 ? survivors : 0, !settings.layers.empty());
+  return std::tuple(parts, settings.base.parts > 1 ? survivors : 0, !settings.layers.empty());
 }
 
 class Search {
@@ -112,8 +112,8 @@ class Search {
     // Of those that are as good as the best one, the cheapest leads.
     const auto end = std::find_if(candidates.begin(), candidates.end(),
                                   [&](const Candidate& one) { return one.loss > candidates.front().loss + kSame; });
-    const auto cheapest = std::min_element(candidates.begin(), end, [](const Candidate& a, const Candidate& b) {
-      return Cost(a.attention) < Cost(b.attention);
+    const auto cheapest = std::min_element(candidates.begin(), end, [&](const Candidate& a, const Candidate& b) {
+      return Cost(a.attention, options_.num_layers) < Cost(b.attention, options_.num_layers);
     });
     std::rotate(candidates.begin(), cheapest, cheapest + 1);
     return true;
@@ -254,7 +254,7 @@ class Search {
     return Stage("survivors", std::move(tried));
   }
 
-  // Less for one third of the layers and more for the others, and one mean for the first third.
+  // Less for one third of the layers and more for the others, and one mean for a third.
   bool Layers() {
     const int32_t layers = options_.num_layers;
     if (!options_.layers || layers < 3 || best_->base.top_k < 2) return true;
@@ -270,9 +270,9 @@ class Search {
       }
       tried.push_back(std::move(one));
     }
-    if (best_->base.parts > 1) {
+    for (int32_t plain = 0; plain < 3 && best_->base.parts > 1; ++plain) {
       LayerSettings one = *best_;
-      for (int32_t layer = 0; layer < third(1); ++layer) {
+      for (int32_t layer = third(plain); layer < third(plain + 1); ++layer) {
         one.layers[layer] = one.base;
         one.layers[layer].parts = 1;
       }
