@@ -17,6 +17,7 @@
 #include "engine/stop_strings.h"
 #include "fake_engine.h"
 #include "io/json.h"
+#include "io/model_store.h"
 #include "refusal.h"
 
 namespace phsa {
@@ -358,6 +359,24 @@ TEST(AttentionChoice, TheRuleIsThatOfTheTable) {
     const Json settings = Json::parse(SettingsToJson(resolve()));
     for (const auto& [key, value] : one["expected"].items()) EXPECT_EQ(settings[key], value) << key;
     EXPECT_EQ(settings.contains("layers"), one["expected"].contains("layers")) << settings;
+  }
+}
+
+TEST(AttentionChoice, PackagedModelsAreDenseUntilPhsaIsAskedFor) {
+  for (const PackagedModel& model : PackagedModels()) {
+    if (model.settings.empty()) continue;
+    SCOPED_TRACE(model.name);
+    ModelConfig config;
+    config.phsa_settings = model.settings;
+    const LayerSettings unasked = ResolveAttention({}, config, 4096);
+    EXPECT_EQ(unasked.base.policy, Policy::kDense);
+    for (const auto& [layer, one] : unasked.layers) EXPECT_EQ(one.policy, Policy::kDense) << layer;
+    AttentionChoice choice;
+    choice.policy = "phsa";
+    const LayerSettings asked = ResolveAttention(choice, config, 4096);
+    EXPECT_EQ(asked.base.policy, Policy::kPhsa);
+    const auto has_parts = [](const auto& layer) { return layer.second.parts > 1; };
+    EXPECT_TRUE(asked.base.parts > 1 || std::any_of(asked.layers.begin(), asked.layers.end(), has_parts));
   }
 }
 

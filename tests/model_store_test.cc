@@ -310,6 +310,19 @@ TEST(PackagedModels, ThePartsMakeUpTheFile) {
   }
 }
 
+TEST(PackagedModels, AFileIsKnownByItsNameAndSizeWhereverItLies) {
+  const TempFolder folder;
+  const PackagedModel& model = PackagedModels().front();
+  const fs::path file = folder.path() / model.file;
+  std::ofstream{file} << "GGUF";
+  EXPECT_EQ(PackagedModelOf(file), nullptr);
+  fs::resize_file(file, model.bytes);
+  EXPECT_EQ(PackagedModelOf(file), &model);
+  fs::rename(file, folder.path() / "other.gguf");
+  EXPECT_EQ(PackagedModelOf(folder.path() / "other.gguf"), nullptr);
+  EXPECT_EQ(PackagedModelOf(file), nullptr);  // there is none
+}
+
 TEST(CacheFolder, OurVariableComesBeforeTheDesktopsAndTheHome) {
   const ScopedVariable home("HOME", "/home/someone");
   const ScopedVariable desktop("XDG_CACHE_HOME", "");

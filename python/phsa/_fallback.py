@@ -48,6 +48,8 @@ class Blocks:
         block = settings.block
         assert block is not None
         pooled = settings.policy == "infllm2-64"
+        parts = settings.parts if settings.policy in ("phsa", "infllm2") else 1
+        row = block if settings.survivors else block // parts
         return Blocks(
             policy=settings.policy,
             block=block,
@@ -55,11 +57,16 @@ class Blocks:
             local_blocks=-(-settings.local // block),
             top_k=0 if settings.policy in ("dense", "streaming") else settings.top_k,
             dense_below=settings.dense_below,
-            rep_stride=_POOL_STRIDE if pooled else block,
-            rep_span=_POOL_SPAN if pooled else block,
-            parts=settings.parts if settings.policy in ("phsa", "infllm2") else 1,
+            rep_stride=_POOL_STRIDE if pooled else row,
+            rep_span=_POOL_SPAN if pooled else row,
+            parts=parts,
             survivors=max(settings.survivors, settings.top_k) if settings.survivors else 0,
         )
+
+    @property
+    def parts_in_reps(self) -> bool:
+        """Whether the representatives that are kept are the parts. Else parts are made from what survives."""
+        return self.parts > 1 and self.rep_span < self.block
 
     def of_parts(self) -> Blocks:
         """The same for what represents parts: blocks that are a part long."""
@@ -136,7 +143,7 @@ def _weights(
     flags: Tensor | None, blocks: Blocks, lam: float | tuple[float, ...], start: int, stop: int, like: Tensor
 ) -> Tensor:
     """lambda / m + (1 - lambda) · flag / count, or 1 / m where a block has no flag: (blocks, m, heads or 1, 1)."""
-    m = blocks.block
+    m = blocks.rep_span
     if blocks.policy == "infllm2" or flags is None:
         return like.new_full((1, m, 1, 1), 1.0 / m)
     flag = flags[start * m : stop * m].ne(0).view(stop - start, m, 1, 1).to(like.dtype)
@@ -177,7 +184,7 @@ def _scores(q: Tensor, reps: Tensor, visible: Tensor, blocks: Blocks, scale: flo
 
 
 class Parts:
-    """The representatives of the blocks' parts, of one sequence: made when they are first asked for."""
+    """The representatives of the blocks' parts, of one sequence: those that are kept, or made when first asked for."""
 
     def __init__(
         self, k: Tensor, flags: Tensor | None, blocks: Blocks, lam: float | tuple[float, ...], rows: int
@@ -185,6 +192,14 @@ class Parts:
         self._k, self._flags, self._blocks, self._lam = k, flags, blocks, lam
         self._made = torch.zeros(rows, dtype=torch.bool, device=k.device)
         self._reps = k.new_empty((rows, blocks.parts, *k.shape[1:]))
+
+    @staticmethod
+    def kept(reps: Tensor, k: Tensor, blocks: Blocks) -> Parts:
+        rows = reps.shape[0] // blocks.parts
+        parts = Parts(k, None, blocks, 1.0, 0)
+        parts._made = torch.ones(rows, dtype=torch.bool, device=k.device)
+        parts._reps = reps[: rows * blocks.parts].unflatten(0, (rows, blocks.parts))
+        return parts
 
     def of(self, index: Tensor) -> Tensor:
         """Of these blocks: (blocks, parts, kv_heads, head_dim), in the type of k."""
@@ -265,16 +280,14 @@ def select_tile(
     last = (tile.position + tile.queries - 1) // blocks.block
     if slots == 0 or blocks.candidate_end(last) <= blocks.init_blocks:
         return
-    visible = ((own * blocks.block - blocks.rep_span).div(blocks.rep_stride, rounding_mode="floor") + 1).clamp(min=0)
     q = q.to(_compute_dtype(q.dtype))
-    score = _scores(
-        q,
-        reps[: blocks.rep_rows(last * blocks.block)],
-        visible,
-        blocks,
-        scale,
-        group_reduce,
-    )
+    if blocks.parts_in_reps:
+        visible = own
+        score = q.new_zeros((tile.queries, selection.shape[1], last))  # all survive, whatever one mean says
+    else:
+        visible = (own * blocks.block - blocks.rep_span).div(blocks.rep_stride, rounding_mode="floor") + 1
+        visible = visible.clamp(min=0)
+        score = _scores(q, reps[: blocks.rep_rows(last * blocks.block)], visible, blocks, scale, group_reduce)
     index = torch.arange(score.shape[-1], device=q.device)
     end = torch.where(own * blocks.block < blocks.dense_below, 0, own - blocks.local_blocks)
     barred = (index < blocks.init_blocks) | (index >= end[:, None])
@@ -318,7 +331,7 @@ def tiles(
         else:
             gathered = choosing_heads * slots * blocks.block * head_dim
             window = (blocks.init_blocks + 2 * blocks.local_blocks + slots) * blocks.block
-            scored = q_heads * (kv_len // blocks.rep_stride + 1) * blocks.parts
+            scored = q_heads * (kv_len // min(blocks.block, blocks.rep_stride * blocks.parts) + 1) * blocks.parts
             per_query = max(gathered, q_heads * window, scored)
         queries = max(1, _TILE_ELEMENTS // max(1, per_query))
         if not everything:
@@ -508,7 +521,9 @@ def forward(
                 k_seq, None if flags is None else flags[seq.kv_rows], blocks, settings.lam, 0, rows if slots else 0
             )
         parts = None
-        if blocks.parts > 1:
+        if blocks.parts_in_reps:
+            parts = Parts.kept(seq_reps, k_seq, blocks)
+        elif blocks.parts > 1:
             seq_flags = None if flags is None else flags[seq.kv_rows]
             parts = Parts(k_seq, seq_flags, blocks, settings.lam, blocks.rep_rows(seq.kv_len))
         for tile in tiles(seq.q_len, seq.kv_len, blocks, q.shape[1], selection.shape[1], q.shape[2], slots):

@@ -228,6 +228,7 @@ class _Merged:
 
     def __init__(self, preset: Settings) -> None:
         self.preset = self.base = preset
+        self.carries_dense = False  # settings of a model that attends densely by default
         self.layers: dict[int, Settings] = {}
         self.tested_tokens: int | None = None
 
@@ -242,8 +243,8 @@ class _Merged:
             changes.setdefault("lam", 1.0 if policy in means else self.preset.lam)
         if "infllm2-64" in (policy, one.policy):
             changes.setdefault("block", 64 if policy == "infllm2-64" else self.preset.block)
-        # Settings of a model that attends densely by default are for whoever asks for a sparse policy.
-        if one.policy != "dense":
+        # Those of a model that attends densely by default are for whoever asks for phsa.
+        if one.policy != "dense" or (self.carries_dense and policy != "phsa"):
             for name in ("parts", "survivors"):
                 changes.setdefault(name, getattr(self.preset, name))
         return dataclasses.replace(one, policy=policy, **changes)
@@ -342,6 +343,7 @@ def resolve(
     merged = _Merged(Settings.preset(context, policy=policy))
     if carried:
         merged.add({"policy": "phsa", **carried} if "attention" not in carried else carried)
+        merged.carries_dense = merged.base.policy == "dense"
     given = read_settings(settings)
     merged.add(given)
     arguments = {name: value for name, value in (arguments or {}).items() if value is not None}

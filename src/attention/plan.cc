@@ -45,7 +45,9 @@ void TakeSettings(const Settings& settings, PlanImpl* plan) {
     plan->rep_stride = kPoolStride;
     plan->rep_span = kPoolSize;
   } else {
-    plan->rep_stride = plan->rep_span = plan->block;
+    // Where blocks are chosen by their parts alone, those are what is kept; survivors need one mean a block first.
+    const bool parts = plan->parts > 1 && settings.survivors == 0;
+    plan->rep_stride = plan->rep_span = parts ? plan->block / plan->parts : plan->block;
   }
 }
 

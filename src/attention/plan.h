@@ -60,7 +60,7 @@ struct PlanImpl {
   int32_t init_blocks = 0;   // blocks 0 … init_blocks - 1 are always read
   int32_t local_blocks = 0;  // blocks b - local_blocks … b are always read by queries of block b
   int32_t top_k = 0;         // 0 where nothing is chosen
-  int32_t parts = 1;         // representatives of a block by which it is chosen; 1: by its row of reps
+  int32_t parts = 1;         // representatives of a block by which it is chosen
   int32_t survivors = 0;     // with parts: blocks that the rows of reps leave for them, at least top_k
   bool dense = false;        // every query reads everything
   int32_t rep_stride = 16;   // tokens between the starts of two rows of reps
@@ -72,6 +72,8 @@ struct PlanImpl {
   size_t workspace_size = 0, backward_workspace_size = 0;
   std::vector<char> device_tables;  // what the CUDA kernels read of this plan
 
+  // Whether the rows of reps are the blocks' parts. Else parts are made from the keys of what survives.
+  bool PartsInReps() const { return parts > 1 && rep_span < block; }
   int32_t rows_of_group() const { return num_q_heads / selection_heads; }  // query heads that share a choice
   // Rows of reps that exist once `tokens` tokens are there.
   int32_t NumRepRows(int32_t tokens) const { return tokens < rep_span ? 0 : (tokens - rep_span) / rep_stride + 1; }

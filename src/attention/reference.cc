@@ -135,7 +135,7 @@ Matrix Represent(const Method& method, const Matrix& k, std::span<const uint8_t>
 
 Matrix RepresentParts(const Method& method, const Matrix& k, std::span<const uint8_t> flags) {
   const int32_t m = method.block / method.parts;
-  Matrix rows(k.rows / method.block * method.parts, k.cols);
+  Matrix rows(k.rows / m, k.cols);
   for (int32_t t = 0; t < rows.rows; ++t) MixedMean(method, k, flags, m, t, rows.Row(t));
   RoundRow(method.dtype, rows.data);
   return rows;

@@ -62,10 +62,7 @@ std::vector<uint8_t> LoadFlags(const PlanImpl& plan, const KeyValues& kv, int32_
   return flags;
 }
 
-Matrix LoadReps(const PlanImpl& plan, const KeyValues& kv, int32_t s, int32_t kv_head) {
-  if (kv.reps == nullptr) {
-    return reference::Represent(MethodOf(plan, kv_head), LoadKeys(plan, kv, s, kv_head), LoadFlags(plan, kv, s));
-  }
+Matrix LoadRows(const PlanImpl& plan, const KeyValues& kv, int32_t s, int32_t kv_head) {
   Matrix reps(plan.NumRepRows(plan.seqs[s].kv_len), plan.rep_width);
   for (int32_t r = 0; r < reps.rows; ++r) {
     LoadRow(plan.dtype, kv.reps, RepOffset(plan, kv, s, r, kv_head), reps.Row(r));
@@ -73,8 +70,16 @@ Matrix LoadReps(const PlanImpl& plan, const KeyValues& kv, int32_t s, int32_t kv
   return reps;
 }
 
+Matrix LoadReps(const PlanImpl& plan, const KeyValues& kv, int32_t s, int32_t kv_head) {
+  if (kv.reps == nullptr || plan.PartsInReps()) {
+    return reference::Represent(MethodOf(plan, kv_head), LoadKeys(plan, kv, s, kv_head), LoadFlags(plan, kv, s));
+  }
+  return LoadRows(plan, kv, s, kv_head);
+}
+
 Matrix LoadParts(const PlanImpl& plan, const KeyValues& kv, int32_t s, int32_t kv_head) {
   if (plan.parts == 1) return {};
+  if (kv.reps != nullptr && plan.PartsInReps()) return LoadRows(plan, kv, s, kv_head);
   return reference::RepresentParts(MethodOf(plan, kv_head), LoadKeys(plan, kv, s, kv_head), LoadFlags(plan, kv, s));
 }
 
@@ -109,7 +114,10 @@ void Represent(const PlanImpl& plan, const KeyValues& kv, const Executor&) {
     if (begin == end) continue;
     const std::vector<uint8_t> flags = LoadFlags(plan, kv, s);
     for (int32_t kv_head = 0; kv_head < plan.num_kv_heads; ++kv_head) {
-      const Matrix reps = reference::Represent(MethodOf(plan, kv_head), LoadKeys(plan, kv, s, kv_head), flags);
+      const Method method = MethodOf(plan, kv_head);
+      const Matrix keys = LoadKeys(plan, kv, s, kv_head);
+      const Matrix reps = plan.PartsInReps() ? reference::RepresentParts(method, keys, flags)
+                                             : reference::Represent(method, keys, flags);
       for (int32_t r = begin; r < end; ++r) {
         StoreRow(plan.dtype, reps.Row(r), kv.reps, RepOffset(plan, kv, s, r, kv_head));
       }

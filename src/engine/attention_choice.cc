@@ -20,6 +20,7 @@ bool IsMean(const Json& policy) { return policy == "infllm2" || policy == "infll
 // Settings as they grow from source to source: each object has all keys.
 struct Merged {
   const Json preset;
+  bool carries_dense = false;  // settings of a model that attends densely by default
   Json base = preset;
   std::map<std::string, Json> layers;  // by layer or range, as the source has them
 
@@ -31,8 +32,8 @@ struct Merged {
     if (policy == "infllm2-64" || was == "infllm2-64") {
       one["block_size"] = policy == "infllm2-64" ? Json(64) : preset["block_size"];
     }
-    // Settings of a model that attends densely by default are for whoever asks for a sparse policy.
-    if (was != "dense") {
+    // Those of a model that attends densely by default are for whoever asks for phsa.
+    if (was != "dense" || (carries_dense && policy != "phsa")) {
       one["parts"] = preset["parts"];
       one["survivors"] = preset["survivors"];
     }
@@ -164,7 +165,11 @@ LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig&
   if (choice.policy != "auto") CheckPolicy(choice.policy);  // before anything else is read: it lists the names
   Json file = choice.config_json.empty() ? Json::object() : Parse(choice.config_json);
   const bool own_punctuation = !choice.punctuation.empty() || file.contains("punctuation");
-  if (!config.phsa_settings.empty()) merged.Add(ParseCarried(config.phsa_settings, own_punctuation));
+  if (!config.phsa_settings.empty()) {
+    const Json carried = ParseCarried(config.phsa_settings, own_punctuation);
+    merged.Add(carried);
+    merged.carries_dense = carried["attention"] == "dense";
+  }
   merged.Add(file);
   Json flags = choice.preset.empty() || choice.policy == "dense" ? Json::object() : PresetOf(choice.preset);
   flags.update(FlagsOf(choice));

@@ -6,6 +6,7 @@
 
 #include "base/errors.h"
 #include "io/gguf.h"
+#include "io/model_store.h"
 #include "io/source.h"
 
 namespace phsa {
@@ -74,6 +75,9 @@ std::unique_ptr<ModelSource> OpenAlone(const std::filesystem::path& path) {
 std::unique_ptr<ModelSource> ModelSource::Open(const std::filesystem::path& path,
                                                const std::filesystem::path& adapter) {
   std::unique_ptr<ModelSource> source = OpenAlone(path);
+  if (const PackagedModel* model = PackagedModelOf(path); model != nullptr && source->config_.phsa_settings.empty()) {
+    source->config_.phsa_settings = model->settings;
+  }
   if (!adapter.empty()) source->SetAdapter(adapter);
   return source;
 }

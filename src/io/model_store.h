@@ -27,10 +27,14 @@ struct PackagedModel {
   std::string sample_sha256;  // what SampleSum gives for that file
   uint64_t bytes = 0;
   std::vector<ModelPart> parts;
+  // The attention's settings that `phsa tune` found for it, as JSON. They count where the file carries none.
+  std::string settings;
 };
 
 const std::vector<PackagedModel>& PackagedModels();
 const PackagedModel* FindPackagedModel(const std::string& name);  // null where there is none
+// The one whose file this is, by its name and size, wherever it lies; null: none.
+const PackagedModel* PackagedModelOf(const std::filesystem::path& file);
 
 // PHSA_CACHE, or XDG_CACHE_HOME/phsa, or ~/.cache/phsa.
 std::filesystem::path CacheFolder();

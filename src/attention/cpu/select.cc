@@ -40,8 +40,8 @@ void RepresentRow(const PlanImpl& plan, const Kernels& kernels, const KeyValues&
     case Representation::kMixedMean: {
       float weight[64];
       const uint8_t* flags = kv.flags == nullptr ? nullptr : kv.flags + FlagOffset(plan, kv, seq, token);
-      BlockWeights(flags, plan.block, plan.lambda[kv_head], weight);
-      kernels.weighted_sum(keys, kv.k_token_stride, plan.dtype, plan.block, d, weight, dst);
+      BlockWeights(flags, plan.rep_span, plan.lambda[kv_head], weight);
+      kernels.weighted_sum(keys, kv.k_token_stride, plan.dtype, plan.rep_span, d, weight, dst);
       return;
     }
     case Representation::kBounds: kernels.bounds(keys, kv.k_token_stride, plan.dtype, plan.block, d, dst); return;
@@ -108,9 +108,14 @@ void SplitSigns(const PlanImpl& plan, const void* q, int32_t per_word, void* dst
   }
 }
 
-// Part `part` of block `block`.
-void RepresentPart(const Call& call, int32_t seq, int32_t kv_head, int32_t block, int32_t part, void* dst) {
+// Part `part` of block `block`, from where it is kept, or from the keys.
+void CopyPart(const Call& call, int32_t seq, int32_t kv_head, int32_t block, int32_t part, void* dst) {
   const PlanImpl& plan = call.plan;
+  if (plan.PartsInReps()) {
+    const size_t bytes = DtypeSize(plan.dtype) * static_cast<size_t>(plan.rep_width);
+    std::memcpy(dst, call.reps.Row(seq, block * plan.parts + part, kv_head), bytes);
+    return;
+  }
   const KeyValues& kv = call.params.kv;
   const int32_t m = plan.block / plan.parts, token = block * plan.block;
   const void* keys = At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, token, kv_head));
@@ -127,8 +132,8 @@ void PackParts(const Call& call, int32_t seq, int32_t kv_head, const int32_t* bl
   const PlanImpl& plan = call.plan;
   for (int32_t p = 0; p < plan.parts; ++p) {
     for (int32_t i = 0; i < count; ++i) {
-      RepresentPart(call, seq, kv_head, blocks[i], p,
-                    At(static_cast<void*>(rows_scratch), plan.dtype, int64_t{i} * plan.rep_width));
+      CopyPart(call, seq, kv_head, blocks[i], p,
+               At(static_cast<void*>(rows_scratch), plan.dtype, int64_t{i} * plan.rep_width));
     }
     call.products.pack_panel(rows_scratch, plan.rep_width, plan.dtype, count, plan.rep_width,
                              dst + int64_t{p} * call.rep_words * kPanel);

@@ -38,7 +38,7 @@ struct TileShape {
     score_rows = std::min(score_queries, longest) * plan.group;
     blocks = plan.max_kv_len / plan.block + 1;
     slots = std::min(plan.top_k, blocks);
-    padded_reps = (plan.NumRepRows(plan.max_kv_len) + 15) / 16 * 16 + 16;
+    padded_reps = plan.PartsInReps() ? 16 : (plan.NumRepRows(plan.max_kv_len) + 15) / 16 * 16 + 16;
     units = plan.num_kv_heads > 0 ? plan.selection_heads / plan.num_kv_heads : 1;
     if (plan.parts > 1) {
       const int32_t always = std::min(blocks, plan.init_blocks + plan.local_blocks);
@@ -97,17 +97,20 @@ class Carver {
   size_t size_ = 0;
 };
 
-inline bool PacksReps(const PlanImpl& plan, const PlanSequence& seq) {
+inline bool HasManyRows(const PlanImpl& plan, const PlanSequence& seq) {
   return plan.top_k > 0 && int64_t{seq.q_len} * plan.group >= kPackRows;
+}
+inline bool PacksReps(const PlanImpl& plan, const PlanSequence& seq) {
+  return !plan.PartsInReps() && HasManyRows(plan, seq);
 }
 inline int32_t PaddedReps(const PlanImpl& plan, const PlanSequence& seq) {
   return (plan.NumRepRows(seq.kv_len) + 15) / 16 * 16;
 }
 
-// Whether the parts of all blocks of a sequence are made once for all tiles. Few queries make those of their own
+// Whether the parts of all blocks of a sequence are packed once for all tiles. Few queries pack those of their own
 // survivors, some hundred blocks for every 10 queries or so.
 inline bool PacksParts(const PlanImpl& plan, const PlanSequence& seq) {
-  return plan.parts > 1 && PacksReps(plan, seq) && seq.q_len >= seq.kv_len / 256;
+  return plan.parts > 1 && HasManyRows(plan, seq) && (plan.PartsInReps() || seq.q_len >= seq.kv_len / 256);
 }
 inline int32_t PaddedParts(const PlanImpl& plan, const PlanSequence& seq) {
   return (seq.kv_len / plan.block + 15) / 16 * 16 * plan.parts;
@@ -145,7 +148,7 @@ struct TileScratch {
     rep_query_ptrs = carver.Take<const uint32_t*>(shape.score_rows);
     rep_score_ptrs = carver.Take<float*>(shape.score_rows);
     rep_weights = carver.Take<float>(shape.score_rows);
-    group_scores = carver.Take<float>(shape.padded_reps);
+    group_scores = carver.Take<float>(std::max(shape.padded_reps, shape.slots + 16));
     block_scores = carver.Take<float>(shape.blocks + 16);
     candidates = carver.Take<int32_t>(std::max(shape.blocks, shape.padded_reps) + 16);
     if (plan.parts == 1) return;
