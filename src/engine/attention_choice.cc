@@ -152,13 +152,7 @@ bool AnyLayer(const LayerSettings& settings, const Predicate& predicate) {
                                                  [&](const auto& layer) { return predicate(layer.second); });
 }
 
-}  // namespace
-
-bool HasMeans(Policy policy) { return policy == Policy::kPhsa || policy == Policy::kInfllm2; }
-
-bool Chooses(Policy policy) { return policy != Policy::kDense && policy != Policy::kStreaming; }
-
-LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig& config, int64_t context) {
+LayerSettings Resolve(const AttentionChoice& choice, const ModelConfig& config, int64_t context) {
   Settings preset = Settings::Preset(context);
   preset.policy = Policy::kDense;
   Merged merged{Json::parse(SettingsToJson(preset))};
@@ -182,6 +176,19 @@ LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig&
         "\"attention\": \"phsa\"",
         file.items().begin().key());
   }
+  return settings;
+}
+
+}  // namespace
+
+bool HasMeans(Policy policy) { return policy == Policy::kPhsa || policy == Policy::kInfllm2; }
+
+bool Chooses(Policy policy) { return policy != Policy::kDense && policy != Policy::kStreaming; }
+
+LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig& config, int64_t context) {
+  LayerSettings settings = Resolve(choice, config, context);
+  // Layers that differ in what dense attention does not look at are none.
+  if (!AnyLayer(settings, [](const Settings& one) { return one.policy != Policy::kDense; })) settings.layers.clear();
   return settings;
 }
 
@@ -222,7 +229,7 @@ void RefuseWithoutEffect(const AttentionChoice& given, std::span<const LayerSett
 
 std::string CarriedSettings(const ModelConfig& config) {
   if (config.phsa_settings.empty()) return "";
-  auto json = nlohmann::ordered_json::parse(SettingsToJson(ResolveAttention({}, config, config.context)));
+  auto json = nlohmann::ordered_json::parse(SettingsToJson(Resolve({}, config, config.context)));
   if (const std::optional<int32_t> tested = TestedTokens(config)) json["tested_tokens"] = *tested;
   return json.dump();
 }

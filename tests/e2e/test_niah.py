@@ -36,7 +36,8 @@ def results(path):
 
 
 def test_json_lines_have_what_scripts_read(niah):
-    found = rows(niah(*SMALL, "--attention", "dense,infllm2,phsa", "-K", "1,2", "--lambda", "0.75,0.9", "--json"))
+    flags = ("--attention", "dense,infllm2,phsa", "-K", "1,2", "--lambda", "0.75,0.9", "--preset", "paper-4k")
+    found = rows(niah(*SMALL, *flags, "--json"))
     assert [(r["attention"], r["top_k"], r["lambda"]) for r in found] == [
         ("dense", None, None),
         ("infllm2", 1, 1),
