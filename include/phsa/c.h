@@ -148,7 +148,8 @@ PHSA_API size_t phsa_plan_backward_workspace_size(const phsa_plan* plan);
 /* Rows of `reps` that the batch has when packed; elements per row and KV head (head_dim, or twice that for quest). */
 PHSA_API int64_t phsa_plan_num_reps(const phsa_plan* plan);
 PHSA_API int32_t phsa_plan_rep_width(const phsa_plan* plan);
-/* Tokens that one row of `reps` advances (block_size, or 16 for infllm2-64). */
+/* Tokens that one row of `reps` advances: block_size, 16 for infllm2-64, block_size / parts where parts are chosen by
+ * without survivors. */
 PHSA_API int32_t phsa_plan_rep_stride(const phsa_plan* plan);
 /* Heads that choose apart: num_kv_heads, or num_q_heads with PHSA_GROUP_NONE. */
 PHSA_API int32_t phsa_plan_selection_heads(const phsa_plan* plan);
@@ -223,7 +224,7 @@ typedef struct phsa_backward_params {
 PHSA_API phsa_status phsa_represent(const phsa_plan* plan, const phsa_kv* kv, const phsa_executor* executor);
 /* The same with what params.kv, executor, workspace and stream say; plans for CUDA need the last two. */
 PHSA_API phsa_status phsa_represent_with(const phsa_plan* plan, const phsa_forward_params* params);
-/* score and select: reads q and kv.reps (or kv.k and kv.flags where reps is NULL, and always with parts),
+/* score and select: reads q and kv.reps (or kv.k and kv.flags where reps is NULL, and always with survivors),
  * writes selection. */
 PHSA_API phsa_status phsa_select(const phsa_plan* plan, const phsa_forward_params* params);
 /* attend: reads q, kv.k, kv.v and selection, writes out and lse. */
