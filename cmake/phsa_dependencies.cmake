@@ -32,7 +32,7 @@ endmacro()
 
 phsa_require_module(HWY libhwy>=1.0.3 libhwy-dev)
 if(PHSA_ENGINE)
-  find_package(OpenSSL QUIET COMPONENTS Crypto)
+  find_package(OpenSSL QUIET COMPONENTS Crypto SSL)
   phsa_require(OPENSSL_FOUND OpenSSL libssl-dev)
   find_package(Boost 1.81 QUIET)
   phsa_require(Boost_FOUND "Boost 1.81" libboost1.81-dev)

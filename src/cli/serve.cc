@@ -26,7 +26,7 @@ struct ServeFlags {
   server::ServerOptions server;
   server::WorkerOptions worker;
   server::ServiceOptions service;
-  std::string alias, chat_template, api_key_file, log_file = "-";
+  std::string alias, chat_template, api_key_file, log_file = "-", tls_cert, tls_key;
   int32_t max_tokens = 1024;
   double header_timeout = 10, body_timeout = 30, idle_timeout = 75, write_timeout = 30, grace = 10;
 };
@@ -38,6 +38,17 @@ std::string ApiKey(const ServeFlags& flags) {
   while (!key.empty() && (key.back() == '\n' || key.back() == '\r')) key.pop_back();
   if (key.empty()) ThrowInvalid("{}: there is no key in it", flags.api_key_file);
   return key;
+}
+
+// None: plain HTTP.
+std::shared_ptr<server::TlsFiles> Tls(const ServeFlags& flags) {
+  if (flags.tls_cert.empty() && flags.tls_key.empty()) return nullptr;
+  if (flags.tls_cert.empty() || flags.tls_key.empty()) {
+    ThrowInvalid("--tls-cert and --tls-key: give both; where one file has certificate and key, name it twice");
+  }
+  auto tls = std::make_shared<server::TlsFiles>(flags.tls_cert, flags.tls_key);
+  if (const std::string warning = tls->warning(); !warning.empty()) Note("warning: {}", warning);
+  return tls;
 }
 
 // By what clients call the model: the file's or folder's name, unless told.
@@ -62,7 +73,9 @@ void RunServe(const ServeFlags& flags) {
         "--host 127.0.0.1",
         Quoted(flags.server.host));
   }
-  (void)server::AllowedHosts{flags.service.hosts};  // what is wrong in them is said before a model is loaded
+  // What is wrong in these is said before a model is loaded.
+  (void)server::AllowedHosts{flags.service.hosts};
+  const std::shared_ptr<server::TlsFiles> tls = Tls(flags);
   const bool no_log = flags.log_file == "none" || (flags.log_file == "-" && IsQuiet());
   server::AccessLog log(no_log ? "" : flags.log_file);
   std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
@@ -87,6 +100,7 @@ void RunServe(const ServeFlags& flags) {
   options.idle_timeout = Milliseconds(flags.idle_timeout);
   options.write_timeout = Milliseconds(flags.write_timeout);
   options.grace = Milliseconds(flags.grace);
+  options.tls = tls;
   if (options.max_body_bytes == 0) {
     options.max_body_bytes =
         std::max(kLeastBodyBytes, kBodyBytesPerToken * static_cast<uint64_t>(engine->plan().context));
@@ -102,7 +116,8 @@ void RunServe(const ServeFlags& flags) {
   server::Service service(std::move(model), service_options, worker, metrics);
   server::Server http(options, service, worker, metrics, log);
   const bool v6 = options.host.find(':') != std::string::npos;
-  Note("serving {} at http://{}{}{}:{}", id, v6 ? "[" : "", options.host, v6 ? "]" : "", http.port());
+  Note("serving {} at {}://{}{}{}:{}", id, tls != nullptr ? "https" : "http", v6 ? "[" : "", options.host,
+       v6 ? "]" : "", http.port());
   ThrowIfInterrupted();  // from here on the server has the signals
   http.Run();
 }
@@ -157,7 +172,8 @@ void AddServeCommand(CLI::App& app) {
   const auto seconds = [&](const char* name, double& value, const char* help) {
     command->add_option(name, value, help)->check(CLI::Range(0.01, 86400.0))->capture_default_str()->group(limits);
   };
-  seconds("--header-timeout", flags->header_timeout, "seconds until a request's header must be there");
+  seconds("--header-timeout", flags->header_timeout,
+          "seconds until a request's header, and a TLS handshake, must be there");
   seconds("--body-timeout", flags->body_timeout, "seconds until its body must be there");
   seconds("--idle-timeout", flags->idle_timeout, "seconds that a connection may wait between requests");
   seconds("--write-timeout", flags->write_timeout, "seconds that a client may take to read what it is sent");
@@ -171,6 +187,11 @@ void AddServeCommand(CLI::App& app) {
                    "another name under which a server without a key answers; may be given several times")
       ->allow_extra_args(false)
       ->delimiter(',')
+      ->group(access);
+  command
+      ->add_option("--tls-cert", flags->tls_cert, "the server's certificate in PEM, with its chain: HTTPS, and no HTTP")
+      ->group(access);
+  command->add_option("--tls-key", flags->tls_key, "the certificate's private key in PEM, without a pass phrase")
       ->group(access);
   command->add_option("--cors", flags->service.cors_origin, "an origin whose pages may use the server, or *")
       ->group(access);

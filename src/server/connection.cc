@@ -22,23 +22,25 @@ namespace {
 constexpr std::chrono::milliseconds kDrainingIdle{1000};
 // A client that still sends sees its answer only if it is not cut off; so long it may go on.
 constexpr std::chrono::milliseconds kLinger{2000};
-// What a client sends during its answer is taken in by so many bytes, and once that is enough it is looked at this
-// often.
+// A client need not answer the end of TLS; so long it may take to.
+constexpr std::chrono::milliseconds kTlsEnd{500};
+// What a client sends between requests and during its answer is taken in by so many bytes, and once that is enough it
+// is looked at this often.
 constexpr size_t kReadAhead = 4096;
 constexpr std::chrono::milliseconds kWatchPause{100};
 
 }  // namespace
 
 Connection::Connection(tcp::socket socket, const Context& context)
-    : socket_(std::move(socket)),
+    : stream_(std::move(socket)),
       context_(context),
-      timer_(socket_.get_executor()),
-      watch_timer_(socket_.get_executor()),
+      timer_(stream_.get_executor()),
+      watch_timer_(stream_.get_executor()),
       buffer_(context.options.max_header_bytes + (64 << 10)) {
   beast::error_code error;
-  const tcp::endpoint peer = socket_.remote_endpoint(error);
+  const tcp::endpoint peer = stream_.socket().remote_endpoint(error);
   peer_ = error ? "unknown" : peer.address().to_string();
-  socket_.set_option(tcp::no_delay(true), error);
+  stream_.socket().set_option(tcp::no_delay(true), error);
   context_.metrics.CountConnection(1);
 }
 
@@ -48,16 +50,22 @@ Connection::~Connection() {
 }
 
 void Connection::Start() {
-  asio::post(socket_.get_executor(), [self = shared_from_this()] { self->ReadNext(); });
+  asio::post(stream_.get_executor(), [self = shared_from_this()] {
+    if (self->context_.tls != nullptr) {
+      self->AwaitHandshake();
+    } else {
+      self->ReadNext();
+    }
+  });
 }
 
 void Connection::Post(std::function<void()> work) {
-  asio::post(socket_.get_executor(), [self = shared_from_this(), work = std::move(work)] { work(); });
+  asio::post(stream_.get_executor(), [self = shared_from_this(), work = std::move(work)] { work(); });
 }
 
 void Connection::CloseIfIdle() {
   Post([this] {
-    if (state_ == State::kIdle) Shut();
+    if (state_ == State::kIdle || state_ == State::kHandshake) Shut();
   });
 }
 
@@ -70,8 +78,8 @@ void Connection::Shut() {
   beast::error_code ignored;
   timer_.cancel();
   watch_timer_.cancel();
-  socket_.shutdown(tcp::socket::shutdown_both, ignored);
-  socket_.close(ignored);
+  stream_.socket().shutdown(tcp::socket::shutdown_both, ignored);
+  stream_.socket().close(ignored);
   if (const auto cancel = std::exchange(cancel_, {})) cancel();
 }
 
@@ -82,8 +90,51 @@ void Connection::SetDeadline(std::chrono::milliseconds timeout, const char* what
     if (error || self->generation_ != generation) return;
     self->timed_out_ = what;
     beast::error_code ignored;
-    self->socket_.cancel(ignored);
+    self->stream_.socket().cancel(ignored);
   });
+}
+
+void Connection::AwaitHandshake() {
+  state_ = State::kHandshake;
+  begun_ = std::chrono::steady_clock::now();
+  SetDeadline(context_.draining() ? kDrainingIdle : context_.options.header_timeout, "the TLS handshake");
+  stream_.socket().async_wait(tcp::socket::wait_read, [self = shared_from_this()](const beast::error_code& error) {
+    if (self->state_ != State::kHandshake) return;
+    if (error) {
+      self->Shut();
+    } else {
+      self->Handshake();
+    }
+  });
+}
+
+void Connection::Handshake() {
+  char first = 0;
+  if (recv(stream_.socket().native_handle(), &first, 1, MSG_PEEK | MSG_DONTWAIT) <= 0) {
+    Shut();  // it only looked whether somebody listens
+    return;
+  }
+  // No message of TLS begins with a letter, and each of HTTP does.
+  if ((first >= 'A' && first <= 'Z') || (first >= 'a' && first <= 'z')) {
+    served_ = true;
+    RefuseAndClose(HttpError(400, "this server speaks HTTPS; ask for https:// instead of http://", "", "https_wanted"));
+    return;
+  }
+  stream_.UseTls(*context_.tls);
+  stream_.async_handshake([self = shared_from_this()](const beast::error_code& error) {
+    if (self->state_ == State::kHandshake) self->OnHandshake(error);
+  });
+}
+
+void Connection::OnHandshake(const beast::error_code& error) {
+  if (!error) {
+    ReadNext();
+    return;
+  }
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun_).count();
+  const std::string why = timed_out_ != nullptr ? "it took too long" : error.message();
+  context_.log.Write({peer_, "-", "", 0, 0, seconds, fmt::format("the TLS handshake failed: {}", why)});
+  Shut();
 }
 
 void Connection::ReadNext() {
@@ -95,19 +146,17 @@ void Connection::ReadNext() {
   }
   state_ = State::kIdle;
   timed_out_ = nullptr;
-  if (buffer_.size() > 0) {
+  if (buffer_.size() == 0) {
+    SetDeadline(draining ? kDrainingIdle : context_.options.idle_timeout, "a request");
+    ReadAhead();
+  } else if (reading_ahead_) {
+    // Two cannot read at once: the other one ends, and its handler goes on.
+    SetDeadline(context_.options.header_timeout, "the header");
+    beast::error_code ignored;
+    stream_.socket().cancel(ignored);
+  } else {
     ReadHeader();
-    return;
   }
-  SetDeadline(draining ? kDrainingIdle : context_.options.idle_timeout, "a request");
-  socket_.async_wait(tcp::socket::wait_read, [self = shared_from_this()](const beast::error_code& error) {
-    if (self->state_ != State::kIdle) return;
-    if (error) {
-      self->Shut();
-    } else {
-      self->ReadHeader();
-    }
-  });
 }
 
 void Connection::ReadHeader() {
@@ -122,7 +171,7 @@ void Connection::ReadHeader() {
   parser_->header_limit(context_.options.max_header_bytes);
   parser_->body_limit(context_.options.max_body_bytes);
   SetDeadline(context_.options.header_timeout, "the header");
-  http::async_read_header(socket_, buffer_, *parser_,
+  http::async_read_header(stream_, buffer_, *parser_,
                           [self = shared_from_this()](const beast::error_code& error, size_t) {
                             if (self->state_ == State::kHeader) self->OnHeader(error);
                           });
@@ -171,7 +220,7 @@ void Connection::ReadBody() {
   state_ = State::kBody;
   SetDeadline(context_.options.body_timeout, "the body");
   const auto read = [self = shared_from_this()] {
-    http::async_read(self->socket_, self->buffer_, *self->parser_, [self](const beast::error_code& error, size_t) {
+    http::async_read(self->stream_, self->buffer_, *self->parser_, [self](const beast::error_code& error, size_t) {
       if (self->state_ == State::kBody) self->OnBody(error);
     });
   };
@@ -180,7 +229,7 @@ void Connection::ReadBody() {
     return;
   }
   static const std::string kContinue = "HTTP/1.1 100 Continue\r\n\r\n";
-  asio::async_write(socket_, asio::buffer(kContinue),
+  asio::async_write(stream_, asio::buffer(kContinue),
                     [self = shared_from_this(), read](const beast::error_code& error, size_t) {
                       if (self->state_ != State::kBody) return;
                       if (error) {
@@ -210,42 +259,52 @@ void Connection::OnBody(const beast::error_code& error) {
     return;
   }
   cancel_ = std::move(cancel);
-  if (cancel_) WatchClient();
+  if (cancel_) ReadAhead();
 }
 
-// While the answer is made nothing is asked of the client, so somebody has to see that it goes. What it sends already
-// is its next request, and is taken in, as only behind it the end of the connection shows.
-void Connection::WatchClient() {
-  if (watching_) return;
-  watching_ = true;
-  const auto look = [self = shared_from_this()](const beast::error_code& error) {
-    self->watching_ = false;
-    if (!error && (self->state_ == State::kWork || self->state_ == State::kStreaming)) self->LookForClient();
-  };
-  if (buffer_.size() < buffer_.max_size()) {
-    socket_.async_wait(tcp::socket::wait_read, look);
-  } else {
-    // It could be read without end: from here on it is looked at from time to time.
-    watch_timer_.expires_after(kWatchPause);
-    watch_timer_.async_wait(look);
-  }
-}
-
-void Connection::LookForClient() {
-  bool gone = false;
+// Between requests the beginning of the next one is read here. While an answer is made nothing is asked of the client,
+// so somebody has to see that it goes: what it sends already is its next request, and is taken in, as only behind it
+// the end of the connection shows.
+void Connection::ReadAhead() {
+  if (reading_ahead_) return;
+  reading_ahead_ = true;
   if (const size_t room = std::min(kReadAhead, buffer_.max_size() - buffer_.size()); room > 0) {
-    const asio::mutable_buffer space = buffer_.prepare(room);
-    const ssize_t count = recv(socket_.native_handle(), space.data(), space.size(), MSG_DONTWAIT);
-    if (count > 0) buffer_.commit(static_cast<size_t>(count));
-    gone = count == 0 || (count < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
-  } else {
-    pollfd socket = {socket_.native_handle(), POLLRDHUP, 0};
-    gone = poll(&socket, 1, 0) > 0;
+    stream_.async_read_some(buffer_.prepare(room),
+                            [self = shared_from_this()](const beast::error_code& error, size_t count) {
+                              self->reading_ahead_ = false;
+                              self->buffer_.commit(count);
+                              self->OnReadAhead(error);
+                            });
+    return;
   }
-  if (gone) {
-    ClientGone("the client has gone");
-  } else {
-    WatchClient();
+  // It could be read without end: from here on it is looked at from time to time.
+  watch_timer_.expires_after(kWatchPause);
+  watch_timer_.async_wait([self = shared_from_this()](const beast::error_code& error) {
+    self->reading_ahead_ = false;
+    if (error || self->state_ == State::kClosed) return;
+    pollfd socket = {self->stream_.socket().native_handle(), POLLRDHUP, 0};
+    const bool gone = poll(&socket, 1, 0) > 0;
+    self->OnReadAhead(gone ? beast::error_code(asio::error::eof) : beast::error_code());
+  });
+}
+
+void Connection::OnReadAhead(const beast::error_code& error) {
+  // A deadline, or ReadNext, cancels more than it means.
+  const bool ended = error && error != asio::error::operation_aborted;
+  if (state_ == State::kIdle) {
+    if (timed_out_ != nullptr || (ended && buffer_.size() == 0)) {
+      Shut();
+    } else if (buffer_.size() > 0) {
+      ReadHeader();
+    } else {
+      ReadAhead();
+    }
+  } else if (state_ == State::kWork || state_ == State::kStreaming) {
+    if (ended) {
+      ClientGone("the client has gone");
+    } else {
+      ReadAhead();
+    }
   }
 }
 
@@ -295,9 +354,9 @@ void Connection::Answer(HttpResponse response) {
     }
   };
   if (head) {
-    http::async_write_header(socket_, *serializer_, done);
+    http::async_write_header(stream_, *serializer_, done);
   } else {
-    http::async_write(socket_, *serializer_, done);
+    http::async_write(stream_, *serializer_, done);
   }
 }
 
@@ -318,7 +377,7 @@ void Connection::BeginStream() {
   stream_serializer_.emplace(*stream_head_);
   stream_writing_ = true;
   SetDeadline(context_.options.write_timeout, "the reader");
-  http::async_write_header(socket_, *stream_serializer_,
+  http::async_write_header(stream_, *stream_serializer_,
                            [self = shared_from_this()](const beast::error_code& error, size_t) {
                              if (self->state_ != State::kStreaming) return;
                              self->stream_writing_ = false;
@@ -359,7 +418,7 @@ void Connection::FlushStream() {
   stream_writing_ = true;
   const bool last = stream_ended_;
   SetDeadline(context_.options.write_timeout, "the reader");
-  asio::async_write(socket_, asio::buffer(writing_),
+  asio::async_write(stream_, asio::buffer(writing_),
                     [self = shared_from_this(), last](const beast::error_code& error, size_t) {
                       if (self->state_ != State::kStreaming) return;
                       self->stream_writing_ = false;
@@ -384,27 +443,44 @@ void Connection::Finished(bool keep_alive) {
   stream_head_.reset();
   if (keep_alive) {
     ReadNext();
-  } else if (unread_body_) {
-    beast::error_code ignored;
-    socket_.shutdown(tcp::socket::shutdown_send, ignored);
-    state_ = State::kLingering;
-    SetDeadline(kLinger, "the end");
-    Linger();
-  } else {
-    Shut();
+    return;
   }
+  if (!stream_.has_tls()) {
+    End();
+    return;
+  }
+  // Without it a client could not tell the end of an answer from one that somebody cut.
+  state_ = State::kLingering;
+  SetDeadline(kTlsEnd, "the end");
+  stream_.async_shutdown([self = shared_from_this()](const beast::error_code&) {
+    if (self->state_ == State::kLingering) self->End();
+  });
+}
+
+void Connection::End() {
+  if (!unread_body_) {
+    Shut();
+    return;
+  }
+  beast::error_code ignored;
+  stream_.socket().shutdown(tcp::socket::shutdown_send, ignored);
+  state_ = State::kLingering;
+  SetDeadline(kLinger, "the end");
+  Linger();
 }
 
 void Connection::Linger() {
   writing_.resize(64 << 10);  // what comes is not looked at
-  socket_.async_read_some(asio::buffer(writing_), [self = shared_from_this()](const beast::error_code& error, size_t) {
-    if (self->state_ != State::kLingering) return;
-    if (error) {
-      self->Shut();
-    } else {
-      self->Linger();
-    }
-  });
+  // Below TLS, where there is any: nobody looks at it.
+  stream_.socket().async_read_some(asio::buffer(writing_),
+                                   [self = shared_from_this()](const beast::error_code& error, size_t) {
+                                     if (self->state_ != State::kLingering) return;
+                                     if (error) {
+                                       self->Shut();
+                                     } else {
+                                       self->Linger();
+                                     }
+                                   });
 }
 
 void Connection::Log(const std::string& note) {

@@ -2,7 +2,6 @@
 #ifndef PHSA_SERVER_CONNECTION_H_
 #define PHSA_SERVER_CONNECTION_H_
 
-#include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/steady_timer.hpp>
 #include <boost/beast/core/flat_buffer.hpp>
 #include <chrono>
@@ -12,6 +11,7 @@
 #include <string>
 
 #include "server/access_log.h"
+#include "server/client_stream.h"
 #include "server/http_parser.h"
 #include "server/server.h"
 
@@ -28,6 +28,7 @@ class Connection : public Exchange, public std::enable_shared_from_this<Connecti
     AccessLog& log;
     std::function<bool()> draining;
     std::function<void(Connection*)> closed;
+    std::shared_ptr<asio::ssl::context> tls = nullptr;  // none: plain HTTP
   };
 
   // The socket's executor is a strand: everything below runs in it.
@@ -45,21 +46,24 @@ class Connection : public Exchange, public std::enable_shared_from_this<Connecti
   void EndStream() override;
 
  private:
-  enum class State : uint8_t { kIdle, kHeader, kBody, kWork, kWriting, kStreaming, kLingering, kClosed };
+  enum class State : uint8_t { kHandshake, kIdle, kHeader, kBody, kWork, kWriting, kStreaming, kLingering, kClosed };
 
+  void AwaitHandshake();
+  void Handshake();
+  void OnHandshake(const beast::error_code& error);
   void ReadNext();
-  void OnReadable();
   void ReadHeader();
   void OnHeader(const beast::error_code& error);
   void ReadBody();
   void OnBody(const beast::error_code& error);
   void OnReadFailed(const beast::error_code& error);
   void RefuseAndClose(const HttpError& error);
-  void WatchClient();
-  void LookForClient();
+  void ReadAhead();
+  void OnReadAhead(const beast::error_code& error);
   void ClientGone(const char* how);
   void FlushStream();
   void Finished(bool keep_alive);
+  void End();
   void Linger();
   void Log(const std::string& note);
   void SetDeadline(std::chrono::milliseconds timeout, const char* what);
@@ -67,7 +71,7 @@ class Connection : public Exchange, public std::enable_shared_from_this<Connecti
   template <class Message>
   void SetHeaders(Message& message) const;
 
-  asio::ip::tcp::socket socket_;
+  ClientStream stream_;
   const Context context_;
   asio::steady_timer timer_, watch_timer_;
   beast::flat_buffer buffer_;
@@ -79,7 +83,7 @@ class Connection : public Exchange, public std::enable_shared_from_this<Connecti
   HttpRequest request_;
   bool served_ = false;       // it had a request
   bool unread_body_ = false;  // of a request that was refused
-  bool keep_alive_ = false, watching_ = false;
+  bool keep_alive_ = false, reading_ahead_ = false;
   uint32_t generation_ = 0;  // of the request: a deadline or watch of an older one means nothing
   std::chrono::steady_clock::time_point begun_;
   std::function<void()> cancel_;

@@ -77,6 +77,11 @@ class Server::Impl {
   void Run() {
     asio::signal_set signals(context_, SIGINT, SIGTERM);
     WaitForSignal(signals);
+    asio::signal_set hangups(context_);
+    if (options_.tls != nullptr) {
+      hangups.add(SIGHUP);
+      WaitForHangup(hangups);
+    }
     Accept();
     std::vector<std::thread> threads;
     for (int32_t i = 1; i < options_.threads; ++i) threads.emplace_back([this] { context_.run(); });
@@ -97,6 +102,20 @@ class Server::Impl {
       }
       Drain();
       WaitForSignal(signals);
+    });
+  }
+
+  void WaitForHangup(asio::signal_set& hangups) {
+    hangups.async_wait([this, &hangups](const beast::error_code& error, int) {
+      if (error) return;
+      try {
+        options_.tls->Reload();
+        log_.Note("the certificate was read again");
+        if (const std::string warning = options_.tls->warning(); !warning.empty()) log_.Note("warning: " + warning);
+      } catch (const Error& wrong) {
+        log_.Note(fmt::format("warning: {}; the server goes on with the certificate that it has", wrong.what()));
+      }
+      WaitForHangup(hangups);
     });
   }
 
@@ -132,7 +151,8 @@ class Server::Impl {
                                       [this](Connection* gone) {
                                         const std::lock_guard lock(mutex_);
                                         connections_.erase(gone);
-                                      }};
+                                      },
+                                      options_.tls != nullptr ? options_.tls->context() : nullptr};
     const auto connection = std::make_shared<Connection>(std::move(socket), context);
     {
       const std::lock_guard lock(mutex_);

@@ -11,6 +11,7 @@
 #include "server/access_log.h"
 #include "server/metrics.h"
 #include "server/service.h"
+#include "server/tls.h"
 #include "server/worker.h"
 
 namespace phsa::server {
@@ -22,9 +23,11 @@ struct ServerOptions {
   int32_t max_connections = 4096;
   uint32_t max_header_bytes = 16 << 10;
   uint64_t max_body_bytes = 4 << 20;
-  // Until a header is there, until its body is; between requests; until a client takes what it is sent.
+  // Until a handshake is done and until a header is there, until its body is; between requests; until a client takes
+  // what it is sent.
   std::chrono::milliseconds header_timeout{10'000}, body_timeout{30'000}, idle_timeout{75'000}, write_timeout{30'000};
   std::chrono::milliseconds grace{10'000};  // for answers that are in work when the server is to stop
+  std::shared_ptr<TlsFiles> tls;            // none: plain HTTP
 };
 
 class Server {
@@ -37,7 +40,7 @@ class Server {
 
   uint16_t port() const;
   // Serves until SIGTERM or SIGINT. Answers in work are finished within the grace period, new ones refused. A second
-  // signal ends at once.
+  // signal ends at once. With TLS, SIGHUP reads the certificate again.
   void Run();
 
  private:

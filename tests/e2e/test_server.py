@@ -46,7 +46,7 @@ class Server:
         def read():
             for line in self.process.stderr:
                 self.lines.append(line)
-                if found := re.match(r"serving .* at http://.*:(\d+)$", line):
+                if found := re.match(r"serving .* at https?://.*:(\d+)$", line):
                     self.port = int(found[1])
                     ready.set()
             ready.set()
@@ -71,8 +71,12 @@ class Server:
     def connect(self, timeout=60):
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
 
+    def wrap(self, raw):
+        """A connected socket as clients of this server use it."""
+        return raw
+
     def socket(self):
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        return self.wrap(socket.create_connection(("127.0.0.1", self.port), timeout=30))
 
     def request(self, method, path, body=None, headers=None):
         """status, headers, body"""
@@ -731,6 +735,7 @@ def test_a_client_that_does_not_read_is_left(impatient):
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     raw.connect(("127.0.0.1", impatient.port))
+    raw = impatient.wrap(raw)
     # Far more than the system's buffers hold.
     data = json.dumps(
         {"prompt": "x", "max_tokens": 2000, "n": 100, "logprobs": 20, "stream": True, "ignore_eos": True}
