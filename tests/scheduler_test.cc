@@ -692,6 +692,235 @@ TEST(Scheduler, ACacheThatOthersFilledIsAnErrorAndNoEndlessWait) {
   EXPECT_NE(message.find("room for 256"), std::string::npos) << message;
 }
 
+void ExpectSameLogProbabilities(const std::vector<TokenLogProbability>& values,
+                                const std::vector<TokenLogProbability>& expected) {
+  ASSERT_EQ(values.size(), expected.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    EXPECT_EQ(values[i].value, expected[i].value) << i;
+    EXPECT_EQ(values[i].top, expected[i].top) << i;
+  }
+}
+
+// Answers that go on until the context is full, or nearly, with all that an answer remembers from token to token.
+std::vector<Request> EndlessRequests() {
+  std::vector<Request> requests;
+  const auto endless = CompileGbnf("root ::= ([a-z]{3,5} \" \")*", "grammar");
+  const std::vector<int32_t> beginning = Tokens(50, 50);
+  for (uint32_t i = 0; i < 9; ++i) {
+    std::vector<int32_t> prompt = Tokens(i == 4 ? 200 : 5 + 7 * i, i);
+    if (i == 2 || i == 5 || i == 6) prompt = Joined(beginning, prompt);
+    requests.push_back(MakeRequest(std::move(prompt), i % 4 == 0 ? Greedy(1 << 30) : Sampled(1 << 30, i)));
+    GenerateOptions& options = requests.back().options;
+    options.ignore_eos = true;
+    if (i % 3 == 1) options.grammar = endless;
+    if (i % 2 == 1) options.log_probabilities = 3;
+    if (i == 3) options.max_tokens = 200;
+    if (i == 4) options.stop_loops = true;
+    if (i == 5) {
+      options.sampler.frequency_penalty = 0.3f;
+      options.sampler.presence_penalty = 0.5f;
+      options.stops = {"nothing that comes", "x42x17"};
+    }
+    if (i == 7) options.prompt_log_probabilities = true;
+  }
+  return requests;
+}
+
+TEST(Scheduler, AnswersWhosePagesWereTakenGoOnAsIfNothingHadBeen) {
+  int64_t preemptions = 0;
+  for (const auto& [policy, chunk] : {std::pair(Policy::kDense, 64), {Policy::kPhsa, 5}, {Policy::kInfllm2_64, 64}}) {
+    EngineOptions options = FakeOptions(512, chunk, SmallSettings(policy, 1));
+    options.cache_tokens = 14 * kPageTokens;  // a text may come to four of them
+    const std::unique_ptr<Engine> engine = LoadedEngine(options);
+    const std::vector<Request> requests = EndlessRequests();
+    std::vector<GenerateResult> expected;
+    for (const Request& request : requests) {
+      expected.push_back(request.options.prompt_log_probabilities ? GenerateAll(*engine, {request}, 1).front()
+                                                                  : Lone(*engine, request));
+    }
+    for (const int32_t pages : {14, 7}) {
+      SCOPED_TRACE(std::string(Name(policy)) + " " + std::to_string(pages));
+      Sequence intruder(engine->cache());
+      intruder.Append(Tokens(static_cast<size_t>((14 - pages) * kPageTokens)));
+      Scheduler scheduler(*engine, 8);
+      std::vector<std::string> streamed(requests.size());
+      std::vector<std::vector<int32_t>> told(requests.size());
+      std::vector<int64_t> ids;
+      for (size_t i = 0; i < requests.size(); ++i) {
+        Request request = requests[i];
+        request.text = [&streamed, i](std::string_view text) { streamed[i] += text; };
+        request.progress = [&told, i](const GenerateResult& so_far) {
+          ASSERT_GE(so_far.tokens.size(), told[i].size());
+          told[i].insert(told[i].end(), so_far.tokens.begin() + static_cast<std::ptrdiff_t>(told[i].size()),
+                         so_far.tokens.end());
+        };
+        ids.push_back(scheduler.Add(std::move(request)));
+      }
+      while (scheduler.Step()) {
+      }
+      EXPECT_GT(scheduler.preemptions(), 0);
+      preemptions += scheduler.preemptions();
+      for (size_t i = 0; i < requests.size(); ++i) {
+        SCOPED_TRACE(i);
+        const std::optional<GenerateResult> result = scheduler.Take(ids[i]);
+        ASSERT_TRUE(result);
+        ExpectSameAnswer(*result, expected[i]);
+        EXPECT_EQ(streamed[i], expected[i].text);
+        EXPECT_EQ(told[i], expected[i].tokens);
+        ExpectSameLogProbabilities(result->log_probabilities, expected[i].log_probabilities);
+        ExpectSameLogProbabilities(result->prompt_log_probabilities, expected[i].prompt_log_probabilities);
+      }
+    }
+    EXPECT_EQ(engine->cache().free_pages(), engine->cache().num_pages());
+  }
+  EXPECT_GT(preemptions, 8);
+}
+
+TEST(Scheduler, AHugeMaxTokensHoldsNobodyUpAndTheOldestNeverWaits) {
+  EngineOptions options = FakeOptions(640, 64);
+  options.cache_tokens = 12 * kPageTokens;  // an answer comes to five
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  std::vector<Request> requests;
+  for (uint32_t i = 0; i < 5; ++i) {
+    requests.push_back(MakeRequest(Tokens(60 + i, i), Sampled(i == 4 ? 10 : 1 << 30, i)));
+    requests.back().options.ignore_eos = true;
+  }
+  std::vector<GenerateResult> expected;
+  for (const Request& request : requests) expected.push_back(Lone(*engine, request));
+  Scheduler scheduler(*engine, 8);
+  std::vector<int64_t> ids;
+  for (const Request& request : requests) ids.push_back(scheduler.Add(request));
+  for (int i = 0; i < 14; ++i) scheduler.Step();
+  EXPECT_EQ(scheduler.running(), 4) << "all began, and the small one has ended";
+  const std::optional<GenerateResult> small = scheduler.Take(ids[4]);
+  ASSERT_TRUE(small);
+  ExpectSameAnswer(*small, expected[4]);
+  size_t steps = 14;
+  std::optional<GenerateResult> first;
+  for (; !first; first = scheduler.Take(ids[0])) {
+    ASSERT_TRUE(scheduler.Step());
+    ++steps;
+  }
+  EXPECT_LE(steps, expected[0].tokens.size() + 5) << "a token in every step, beside those that its prompt took";
+  ExpectSameAnswer(*first, expected[0]);
+  EXPECT_GT(scheduler.preemptions(), 0);
+  EXPECT_GT(scheduler.waiting(), 0);
+  while (scheduler.Step()) {
+  }
+  for (size_t i = 1; i < 4; ++i) ExpectSameAnswer(*scheduler.Take(ids[i]), expected[i]);
+}
+
+TEST(Scheduler, OneWhosePagesWereTakenMayBeCancelledAndFailAsAnyOther) {
+  EngineOptions options = FakeOptions(640, 64);
+  options.cache_tokens = 768;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  Scheduler scheduler(*engine, 3);
+  std::vector<int64_t> ids;
+  std::vector<GenerateResult> expected;
+  bool fails = false;
+  for (uint32_t i = 0; i < 3; ++i) {
+    Request request = MakeRequest(Tokens(100, i), Greedy(1 << 30));
+    request.options.ignore_eos = true;
+    expected.push_back(Lone(*engine, request));
+    if (i == 1) {
+      request.stop = [&fails]() -> bool { return fails ? throw std::runtime_error("nobody is there") : false; };
+    }
+    ids.push_back(scheduler.Add(std::move(request)));
+  }
+  do {
+    ASSERT_TRUE(scheduler.Step());
+  } while (scheduler.waiting() < 2);
+  scheduler.Cancel(ids[2]);
+  fails = true;
+  while (scheduler.Step()) {
+  }
+  ExpectSameAnswer(*scheduler.Take(ids[0]), expected[0]);
+  EXPECT_THROW(scheduler.Take(ids[1]), std::runtime_error);
+  const GenerateResult cancelled = *scheduler.Take(ids[2]);
+  EXPECT_EQ(cancelled.reason, StopReason::kInterrupted);
+  EXPECT_GT(cancelled.tokens.size(), 50u);
+  EXPECT_TRUE(expected[2].text.starts_with(cancelled.text));
+}
+
+TEST(Scheduler, PagesThatWerePromisedAreLeftByAnswersThatGrow) {
+  EngineOptions options = FakeOptions(512, 64);
+  options.cache_texts = 2;  // eight pages
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  Scheduler scheduler(*engine, 4);
+  std::vector<int64_t> ids;
+  std::vector<GenerateResult> expected;
+  for (uint32_t i = 0; i < 2; ++i) {
+    Request request = MakeRequest(Tokens(30, i), Sampled(1 << 30, i));
+    request.options.ignore_eos = true;
+    expected.push_back(Lone(*engine, request));
+    ids.push_back(scheduler.Add(std::move(request)));
+  }
+  scheduler.Step();
+  scheduler.Reserve(256);
+  EXPECT_TRUE(scheduler.HasReserve());
+  for (int i = 0; i < 500; ++i) {
+    ASSERT_TRUE(scheduler.Step());
+    EXPECT_GE(engine->cache().free_pages(), 2);
+  }
+  EXPECT_GT(scheduler.preemptions(), 0);
+  // What was taken of them is not held a second time.
+  Sequence other(engine->cache());
+  other.Append(Tokens(256));
+  while (scheduler.Step()) {
+  }
+  for (size_t i = 0; i < 2; ++i) ExpectSameAnswer(*scheduler.Take(ids[i]), expected[i]);
+}
+
+TEST(Scheduler, AnAnswerThatIsAloneStillWaitsForPagesThatWerePromised) {
+  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(512, 64));  // four pages
+  Scheduler scheduler(*engine, 4);
+  Request request = MakeRequest(Tokens(30), Greedy(1 << 30));
+  request.options.ignore_eos = true;
+  const GenerateResult expected = Lone(*engine, request);
+  const int64_t id = scheduler.Add(std::move(request));
+  scheduler.Step();
+  scheduler.Reserve(128);
+  EXPECT_TRUE(scheduler.HasReserve());
+  for (int i = 0; i < 600; ++i) ASSERT_TRUE(scheduler.Step());
+  EXPECT_FALSE(scheduler.Take(id));
+  EXPECT_EQ(engine->cache().free_pages(), 1);
+  scheduler.Reserve(0);
+  while (scheduler.Step()) {
+  }
+  ExpectSameAnswer(*scheduler.Take(id), expected);
+}
+
+TEST(Scheduler, WhatIsDoneWithAnEndedTextGoesBeforeAnswersThatGrow) {
+  // Five pages for two texts that share two of them, and write into the second.
+  EngineOptions options = FakeOptions(512, 64);
+  options.cache_tokens = 640;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  const std::vector<int32_t> beginning = Tokens(250);
+  Request growing = MakeRequest(Joined(beginning, Tokens(1, 1)), Greedy(1 << 30));
+  growing.options.ignore_eos = true;
+  Request ending = MakeRequest(Joined(beginning, Tokens(1, 2)), Greedy(3));
+  ending.options.ignore_eos = true;
+  const GenerateResult expected = Lone(*engine, growing), expected_end = Lone(*engine, ending);
+  int calls = 0;
+  ending.after_from = 120;
+  ending.after = [&](Sequence& text) {
+    const std::vector<int32_t> tokens = text.tokens();
+    text.Truncate(120);
+    const BatchItem item{&text, std::span(tokens).subspan(120, 50), BatchItem::Logits::kNone};
+    engine->decoder().Step({&item, 1}, [](int32_t, int32_t, const LogitsRow&) {});
+    const BatchItem rest{&text, std::span(tokens).subspan(170, 60), BatchItem::Logits::kNone};
+    engine->decoder().Step({&rest, 1}, [](int32_t, int32_t, const LogitsRow&) {});
+    return ++calls < 40;
+  };
+  Scheduler scheduler(*engine, 4);
+  const int64_t first = scheduler.Add(growing), second = scheduler.Add(ending);
+  while (scheduler.Step()) {
+  }
+  EXPECT_EQ(calls, 40);
+  ExpectSameAnswer(*scheduler.Take(first), expected);
+  ExpectSameAnswer(*scheduler.Take(second), expected_end);
+}
+
 // The ways in which a server's requests may be read beside the engine's own.
 std::vector<std::shared_ptr<const TextAttention>> Ways(const Engine& engine) {
   std::vector<std::shared_ptr<const TextAttention>> ways = {nullptr};

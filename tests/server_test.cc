@@ -607,6 +607,62 @@ TEST(StepFailure, EndsTheRequestItIsDueToAndNoOther) {
   EXPECT_EQ(Json::parse(again.body)["phsa"]["cached_prompt_tokens"], 199) << again.body;
 }
 
+// In which order tasks end.
+class EndOrder : public TaskListener {
+ public:
+  void OnPart(size_t, AnswerPart) override {}
+  void OnEnd(size_t index, GenerateResult result, const AnswerTimes&) override {
+    const std::lock_guard lock(mutex_);
+    ended_.emplace_back(index, std::move(result));
+    more_.notify_all();
+  }
+  void OnInspection(Inspection) override {}
+  void OnFailure(std::exception_ptr) override { FAIL(); }
+
+  std::vector<std::pair<size_t, GenerateResult>> Wait(size_t count) {
+    std::unique_lock lock(mutex_);
+    more_.wait_for(lock, std::chrono::seconds(60), [&] { return ended_.size() == count; });
+    return ended_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable more_;
+  std::vector<std::pair<size_t, GenerateResult>> ended_;
+};
+
+TEST_F(ServiceTest, HugeMaxTokensHoldNobodyUpAndAnswersAreStillThoseOfLoneClients) {
+  // Sixteen pages; seven answers that go on until the context is full take four each.
+  constexpr size_t kHuge = 7;
+  std::vector<Task> tasks;
+  for (size_t i = 0; i < kHuge; ++i) {
+    tasks.push_back({i, Tokens(20 + i, static_cast<uint32_t>(i)), {}, nullptr});
+    tasks.back().options.max_tokens = 1 << 30;
+    tasks.back().options.ignore_eos = true;
+    tasks.back().options.sampler.seed = i;
+  }
+  tasks.push_back({kHuge, Tokens(10, 9), {}, nullptr});
+  tasks.back().options.max_tokens = 3;
+  tasks.back().options.ignore_eos = true;
+  const std::vector<Task> asked = tasks;
+  const auto listener = std::make_shared<EndOrder>();
+  ASSERT_TRUE(worker.Submit(std::move(tasks), listener, std::make_shared<std::atomic<bool>>(false)));
+  const auto ended = listener->Wait(asked.size());
+  ASSERT_EQ(ended.size(), asked.size());
+  EXPECT_EQ(ended.front().first, kHuge);
+  while (!worker.Idle()) std::this_thread::yield();
+  const std::string text = metrics.Text();
+  const std::string name = "\nvllm:num_preemptions_total{model_name=\"fake\"} ";
+  ASSERT_NE(text.find(name), std::string::npos);
+  EXPECT_GT(std::stoi(text.substr(text.find(name) + name.size())), 0);
+  const std::unique_ptr<Engine> own = LoadedEngine(Options());
+  for (const auto& [index, result] : ended) {
+    const GenerateResult lone = Session(*own).Generate(asked[index].prompt, asked[index].options, {});
+    EXPECT_EQ(result.tokens, lone.tokens) << index;
+    EXPECT_EQ(result.reason, lone.reason) << index;
+  }
+}
+
 TEST(AllowedHosts, AreThisMachinesOwnAndThoseThatWereNamed) {
   const AllowedHosts hosts({"PC.example.org", "10.0.0.7", "[fe80::0:1]", "2001:db8::1"});
   for (const char* host : {"localhost", "localhost:8080", "LocalHost.:1", "127.0.0.1", "127.200.3.4:99", "[::1]",

@@ -72,6 +72,7 @@ class Answer {
   bool Take(int32_t length);
   void Interrupt();  // ends the answer here; one that goes on only
   GenerateResult& result() { return result_; }
+  const GenerateResult& result() const { return result_; }
 
  private:
   void Emit(const std::string& text);

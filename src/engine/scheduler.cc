@@ -16,6 +16,9 @@ namespace {
 
 // Finished texts that are kept for requests with the same beginning, as long as nobody needs their pages.
 constexpr size_t kKeptTexts = 32;
+// Tokens that an answer can go on by when another request begins. What it writes beyond them may take the pages of one
+// that began later.
+constexpr int32_t kAnswerRoom = kPageTokens;
 
 double SystemClock() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -28,10 +31,17 @@ struct Job {
         answer(engine, request.options, request.text),
         sequence(engine.cache(), request.attention) {}
 
-  std::span<const int32_t> prompt() const { return request.prompt; }
+  // What is to be read before the answer begins or, after a preemption, goes on.
+  std::span<const int32_t> prompt() const { return again.empty() ? request.prompt : again; }
   // Whether its text may begin with pages of a text that is read in this way.
   bool reads_like(const Sequence& other) const { return sequence.attention() == other.attention(); }
-  bool reads_prompt() const { return static_cast<size_t>(sequence.length()) < request.prompt.size(); }
+  bool reads_prompt() const { return static_cast<size_t>(sequence.length()) < prompt().size(); }
+  bool answers() const { return !answer.result().tokens.empty(); }
+  // Of the prompt, in a step. What was read before a preemption and what was not are in two steps: only one is counted.
+  size_t left() const {
+    const auto length = static_cast<size_t>(sequence.length());
+    return (length < read_before ? read_before : prompt().size()) - length;
+  }
 
   int64_t id;
   Request request;
@@ -43,6 +53,10 @@ struct Job {
   int64_t leader = 0;
   size_t shared_with_leader = 0;
   size_t chosen_at = 0;  // tokens that were read when the next one was chosen, the last time
+  // Since the last preemption: what it had read of prompt and answer, if that was more than the prompt; and how many
+  // tokens it had read.
+  std::vector<int32_t> again;
+  size_t read_before = 0;
   double admitted_at = 0, first_token_at = 0;
   std::exception_ptr error;
 };
@@ -91,9 +105,22 @@ class Scheduler::Impl {
     Admit();
     if (running_.empty()) return closes;
     for (const auto& job : running_) {
-      if (job->leader != 0 && !LeaderReads(*job)) StartWithSharedText(*job);
+      if (job->leader == 0 || LeaderReads(*job)) continue;
+      job->leader = 0;
+      StartWithSharedText(*job);
     }
-    Read(ChooseRows());
+    std::vector<Share> shares = ChooseRows();
+    while (!MakeRoomFor(shares)) {
+      if (running_.size() == 1) {
+        // What has ended, or somebody for whom pages are reserved, will give some back.
+        if (ended_.empty() && !granted_) Guarded(*running_.front(), [&] { ThrowFull(*running_.front()); });
+        RemoveFinished();
+        return true;
+      }
+      Preempt();
+      shares = ChooseRows();
+    }
+    Read(std::move(shares));
     RemoveFinished();
     return true;
   }
@@ -107,15 +134,20 @@ class Scheduler::Impl {
     return std::move(job->answer.result());
   }
 
-  void Reserve(int32_t tokens) { reserved_ = PagesFor(static_cast<size_t>(tokens)); }
+  void Reserve(int32_t tokens) {
+    reserved_ = PagesFor(static_cast<size_t>(tokens));
+    granted_ = false;
+  }
 
   bool HasReserve() {
-    while (Free() < PagesToCome(nullptr) && !kept_.empty()) kept_.pop_front();
-    return Free() >= PagesToCome(nullptr);
+    while (Free() < PagesToCome(nullptr) && !kept_.empty()) ShrinkKept();
+    granted_ = Free() >= PagesToCome(nullptr);
+    return granted_;
   }
 
   size_t waiting() const { return waiting_.size(); }
   size_t running() const { return running_.size(); }
+  int64_t preemptions() const { return preemptions_; }
 
  private:
   void Finish(Job& job) {
@@ -148,8 +180,16 @@ class Scheduler::Impl {
     if (ended_.empty()) return false;
     Job& job = *ended_.front();
     const bool stopped = job.cancelled || (job.request.stop && job.request.stop());
-    // It may write into pages that others share by now, and waits while somebody runs who will free some.
-    if (!stopped && !MakeRoom(job) && !running_.empty()) return true;
+    if (!stopped) {
+      // It may write into pages that others share by now. It goes before those that run, as nothing else holds it up.
+      const auto has_room = [&] { return ToCome(job) + Held() <= Free(); };
+      while (!has_room() && !kept_.empty()) ShrinkKept();
+      while (!has_room() && !running_.empty()) {
+        Preempt();
+        while (!has_room() && !kept_.empty()) ShrinkKept();
+      }
+      if (!has_room() && Held() > 0) return true;
+    }
     bool more = false;
     try {
       more = !stopped && job.request.after(job.sequence);
@@ -204,24 +244,41 @@ class Scheduler::Impl {
 
   size_t Free() const { return static_cast<size_t>(engine_.cache().free_pages()); }
 
-  // Pages that the running requests and this one (null: none) may still take, and those that are reserved.
+  // Pages that this one takes soon: for the rest of its prompt and for some of its answer, or for what is done with its
+  // text. Not for all that its answer may come to: few do, and what did not fit then waits its turn again.
+  size_t ToCome(const Job& job) const {
+    const Sequence& text = job.sequence;
+    if (job.finished) {
+      // Pages that others share are copied where they are written into.
+      const auto from = static_cast<size_t>(std::max(0, job.request.after_from - text.layout().overhang)) / kPageTokens;
+      size_t pages = PagesFor(static_cast<size_t>(job.longest)) - text.pages().size();
+      for (size_t i = from; i < text.pages().size(); ++i) pages += engine_.cache().IsShared(text.pages()[i]) ? 1 : 0;
+      return pages;
+    }
+    const auto read = std::max<int32_t>(text.length(), static_cast<int32_t>(job.prompt().size()));
+    return text.PagesToAppend(std::min(job.longest, read + std::min(kAnswerRoom, job.longest - read)) - text.length());
+  }
+
+  // Pages that the running requests and this one (null: none) take soon, and those that are reserved.
   size_t PagesToCome(const Job* extra) const {
-    const auto to_come = [](const Job& job) { return job.sequence.PagesToAppend(job.longest - job.sequence.length()); };
-    size_t pages = reserved_;
+    size_t pages = granted_ ? Held() : reserved_;
     bool counted = extra == nullptr;
     for (const auto& job : running_) {
-      pages += to_come(*job);
+      pages += ToCome(*job);
       counted = counted || job.get() == extra;
     }
     for (const auto& job : ended_) {
-      pages += to_come(*job);
+      pages += ToCome(*job);
       counted = counted || job.get() == extra;
     }
-    return pages + (counted ? 0 : to_come(*extra));
+    return pages + (counted ? 0 : ToCome(*extra));
   }
 
-  // Pages that only kept texts have.
-  size_t PagesOfKept(const Job& extra) const {
+  // Pages that requests (this one, too) have, and those that only kept texts have.
+  struct OwnPages {
+    size_t of_requests = 0, of_kept = 0;
+  };
+  OwnPages CountPages(const Job* extra) const {
     std::vector<bool> seen(static_cast<size_t>(engine_.cache().num_pages()));
     const auto count_new = [&](const Sequence& sequence) {
       size_t count = 0;
@@ -231,19 +288,68 @@ class Scheduler::Impl {
       }
       return count;
     };
-    for (const auto& job : running_) count_new(job->sequence);
-    for (const auto& job : ended_) count_new(job->sequence);
-    count_new(extra.sequence);
-    size_t count = 0;
-    for (const Sequence& kept : kept_) count += count_new(kept);
+    OwnPages count;
+    for (const auto& job : running_) count.of_requests += count_new(job->sequence);
+    for (const auto& job : ended_) count.of_requests += count_new(job->sequence);
+    if (extra != nullptr) count.of_requests += count_new(extra->sequence);
+    for (const Sequence& kept : kept_) count.of_kept += count_new(kept);
     return count;
   }
 
-  // Whether everything that this request and the running ones may need is free, if need be after dropping kept texts.
+  // Pages that nobody may take: those that were reserved and promised, and that who asked for them has not taken yet.
+  size_t Held() const {
+    if (!granted_) return 0;
+    const OwnPages own = CountPages(nullptr);
+    const size_t taken = static_cast<size_t>(engine_.cache().num_pages()) - Free() - own.of_requests - own.of_kept;
+    return reserved_ - std::min(reserved_, taken);
+  }
+
+  // The oldest kept text gives back its last page: what is left of it may still be of use.
+  void ShrinkKept() {
+    Sequence& oldest = kept_.front();
+    const auto full = static_cast<int32_t>(oldest.pages().size() - 1) * kPageTokens;
+    oldest.Truncate(full);
+    if (full == 0) kept_.pop_front();
+  }
+
+  // Whether all that this request and the running ones take soon is free, if need be after dropping kept texts.
   bool MakeRoom(const Job& job) {
-    if (PagesToCome(&job) > Free() + PagesOfKept(job)) return false;
-    while (PagesToCome(&job) > Free()) kept_.pop_front();
+    if (PagesToCome(&job) > Free() + CountPages(&job).of_kept) return false;
+    while (PagesToCome(&job) > Free() && !kept_.empty()) ShrinkKept();
     return true;
+  }
+
+  // Whether what these read now is free, likewise.
+  bool MakeRoomFor(std::span<const Share> shares) {
+    const auto has_room = [&] {
+      size_t pages = Held();
+      for (const auto& [job, tokens] : shares) pages += job->sequence.PagesToAppend(static_cast<int32_t>(tokens));
+      return pages <= Free();
+    };
+    while (!has_room() && !kept_.empty()) ShrinkKept();
+    return has_room();
+  }
+
+  // The request that began last gives its pages back, and waits as the first of those that wait. What it read it reads
+  // again then, as far as its pages were taken. Requests run and wait in the order in which they came, so the oldest
+  // one always goes on.
+  void Preempt() {
+    Job& job = *running_.back();
+    const auto read = static_cast<size_t>(job.sequence.length());
+    if (read > job.prompt().size()) job.again = job.sequence.tokens();
+    job.read_before = std::max(job.read_before, read);
+    job.leader = 0;
+    Sequence text(engine_.cache(), job.request.attention);
+    std::swap(text, job.sequence);
+    Keep(std::move(text));
+    waiting_.push_front(std::move(running_.back()));
+    running_.pop_back();
+    ++preemptions_;
+  }
+
+  [[noreturn]] void ThrowFull(const Job& job) const {
+    ThrowInvalid("the request may come to {} tokens, and the KV cache has room for {}; something else uses it",
+                 job.longest, engine_.cache().free_tokens());
   }
 
   // What a prompt can take from others: all but its last token, whose logits are needed.
@@ -270,15 +376,18 @@ class Scheduler::Impl {
     return best;
   }
 
-  // Takes what another text has of the prompt, if there is room.
+  // Takes what another text has of the prompt.
   void StartWithSharedText(Job& job) {
-    job.leader = 0;
     const SharedText shared = FindSharedText(job);
     if (shared.sequence == nullptr) return;
     job.sequence = shared.sequence->Fork();
     job.sequence.Truncate(static_cast<int32_t>(shared.tokens));
-    if (!MakeRoom(job)) job.sequence.Truncate(0);
-    job.answer.result().reused_tokens = job.sequence.length();
+    if (job.read_before == 0) job.answer.result().reused_tokens = job.sequence.length();
+  }
+
+  static void Restart(Job& job) {
+    job.sequence.Truncate(0);
+    if (job.read_before == 0) job.answer.result().reused_tokens = 0;
   }
 
   // Whether a running request is about to read more of this prompt than any text has now.
@@ -305,20 +414,19 @@ class Scheduler::Impl {
     while (!waiting_.empty() && running_.size() < max_running_) {
       Job& job = *waiting_.front();
       if (!FindLeader(job)) StartWithSharedText(job);
+      // What it shares with a kept text keeps all of its pages: without it there may be room.
+      if (job.sequence.length() > 0 && !MakeRoom(job)) Restart(job);
       if (MakeRoom(job)) {
-        job.admitted_at = clock_();
+        if (job.read_before == 0) job.admitted_at = clock_();
         running_.push_back(std::move(waiting_.front()));
         waiting_.pop_front();
         continue;
       }
       job.leader = 0;
-      job.sequence.Truncate(0);
+      Restart(job);
       if (!running_.empty() || !ended_.empty() || reserved_ > 0) return;
       // Alone it fits, unless somebody else holds pages.
-      Guarded(job, [&] {
-        ThrowInvalid("the request may come to {} tokens, and the KV cache has room for {}; something else uses it",
-                     job.longest, engine_.cache().free_tokens());
-      });
+      Guarded(job, [&] { ThrowFull(job); });
       RemoveFinished();
     }
   }
@@ -340,14 +448,14 @@ class Scheduler::Impl {
       --rows;
     }
     if (!chosen.empty()) rows = pace_.Tokens(rows);
-    const auto left = [](const Job* job) { return job->prompt().size() - static_cast<size_t>(job->sequence.length()); };
     // The shortest first, as what they do not need goes to the others; by arrival where not everybody gets a row.
     if (reading.size() <= rows) {
-      std::stable_sort(reading.begin(), reading.end(), [&](const Job* a, const Job* b) { return left(a) < left(b); });
+      std::stable_sort(reading.begin(), reading.end(),
+                       [](const Job* a, const Job* b) { return a->left() < b->left(); });
     }
     for (size_t i = 0; i < reading.size() && rows > 0; ++i) {
       const size_t share = std::max<size_t>(1, rows / (reading.size() - i));
-      chosen.push_back({reading[i], std::min(left(reading[i]), share)});
+      chosen.push_back({reading[i], std::min(reading[i]->left(), share)});
       rows -= chosen.back().tokens;
     }
     // Side by side what is read alike; by the number of the first of them, so that nothing depends on addresses.
@@ -390,15 +498,18 @@ class Scheduler::Impl {
     PHSA_CHECK(!chosen.empty());
     std::vector<BatchItem> items;
     std::vector<int32_t> lengths;
+    std::vector<size_t> scored;  // tokens of the prompts
     for (const auto& [job, count] : chosen) {
       const auto begin = static_cast<size_t>(job->sequence.length());
       lengths.push_back(job->sequence.length());
+      scored.push_back(job->answer.result().prompt_log_probabilities.size());
       if (!job->reads_prompt()) {
         items.push_back({&job->sequence, std::span(job->answer.result().tokens).last(1), BatchItem::Logits::kLast});
         continue;
       }
-      const bool last = begin + count == job->request.prompt.size();
-      const bool all = job->request.options.prompt_log_probabilities;
+      // Where an answer has begun, what comes after its prompt is known.
+      const bool last = begin + count == job->prompt().size() && !job->answers();
+      const bool all = job->request.options.prompt_log_probabilities && !job->answers();
       items.push_back({&job->sequence, job->prompt().subspan(begin, count),
                        all    ? BatchItem::Logits::kAll
                        : last ? BatchItem::Logits::kLast
@@ -411,7 +522,9 @@ class Scheduler::Impl {
         const auto next = static_cast<size_t>(lengths[static_cast<size_t>(item)] + row + 1);
         Guarded(job, [&] {
           if (items[static_cast<size_t>(item)].logits == BatchItem::Logits::kAll && next < job.prompt().size()) {
-            job.answer.ScorePrompt(logits, job.prompt()[next]);
+            // Once, also where it is read again.
+            const bool is_new = job.answer.result().prompt_log_probabilities.size() + 1 == next;
+            if (is_new) job.answer.ScorePrompt(logits, job.prompt()[next]);
           } else if (job.chosen_at != next) {
             // Once, also where the step then fails and is tried again: a second draw would be another token.
             job.answer.Choose(logits, job.sequence.tokens());
@@ -421,16 +534,16 @@ class Scheduler::Impl {
       });
     } catch (...) {
       for (size_t i = 0; i < chosen.size(); ++i) {
-        Job& job = *chosen[i].job;
-        std::vector<TokenLogProbability>& scored = job.answer.result().prompt_log_probabilities;
-        scored.resize(std::min(scored.size(), static_cast<size_t>(lengths[i])));
+        chosen[i].job->answer.result().prompt_log_probabilities.resize(scored[i]);
       }
       throw;
     }
     for (size_t i = 0; i < chosen.size(); ++i) {
       Job& job = *chosen[i].job;
-      job.answer.result().tokens_read += engine_.decoder().step_tokens_read()[i];
+      const auto before = static_cast<size_t>(lengths[i]);
+      if (before >= job.read_before) job.answer.result().tokens_read += engine_.decoder().step_tokens_read()[i];
       if (job.reads_prompt() || job.finished) continue;
+      if (before < job.prompt().size() && job.answers()) continue;  // it was read again, and goes on from there
       if (job.first_token_at == 0) {
         job.first_token_at = clock_();
         job.answer.result().prefill_seconds = job.first_token_at - job.admitted_at;
@@ -455,7 +568,9 @@ class Scheduler::Impl {
   std::deque<std::unique_ptr<Job>> ended_;     // whose texts something is done with
   std::deque<Sequence> kept_;                  // texts of finished requests, the oldest first; none begins another
   std::map<int64_t, std::unique_ptr<Job>> finished_;
-  size_t reserved_ = 0;  // pages for somebody else
+  size_t reserved_ = 0;   // pages for somebody else
+  bool granted_ = false;  // who has been told that they are free
+  int64_t preemptions_ = 0;
 };
 
 Scheduler::Scheduler(Engine& engine, int32_t max_running, const Pacing& pacing)
@@ -469,6 +584,7 @@ void Scheduler::Reserve(int32_t tokens) { impl_->Reserve(tokens); }
 bool Scheduler::HasReserve() { return impl_->HasReserve(); }
 int32_t Scheduler::waiting() const { return static_cast<int32_t>(impl_->waiting()); }
 int32_t Scheduler::running() const { return static_cast<int32_t>(impl_->running()); }
+int64_t Scheduler::preemptions() const { return impl_->preemptions(); }
 
 std::vector<GenerateResult> GenerateAll(Engine& engine, std::vector<Request> requests, int32_t max_running) {
   Scheduler scheduler(engine, max_running);

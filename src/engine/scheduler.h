@@ -1,6 +1,7 @@
 // Several answers at once: requests join and leave between the steps of the decoder. Answers go on first; what is left
 // of a step's rows reads prompts, so that a long prompt holds nobody up. What a prompt shares with another text that
-// was read is not read again.
+// was read is not read again. A request begins where the cache has room for its prompt and the next part of its answer;
+// where the pages run out later, those that began last give theirs back, wait, are read again and go on.
 #ifndef PHSA_ENGINE_SCHEDULER_H_
 #define PHSA_ENGINE_SCHEDULER_H_
 
@@ -28,6 +29,7 @@ struct Request {
   // with it. Only then is the request finished. It may use the decoder, may not leave the text longer than it was, and
   // what it throws ends the request as failed. May be empty.
   std::function<bool(Sequence& text)> after = {};
+  int32_t after_from = 0;  // tokens at the text's begin that it leaves as they are
 };
 
 // How long a step may take while somebody waits for the next token of an answer; a long prompt is then read in smaller
@@ -48,7 +50,7 @@ class Scheduler {
   Scheduler& operator=(const Scheduler&) = delete;
 
   // Returns the request's id. Refuses what Session::Generate refuses. What the engine's context holds fits into its
-  // cache, so every other request has its turn.
+  // cache, so every other request has its turn, and the oldest one never loses its pages.
   int64_t Add(Request request);
   // Ends a request before the next step, as "interrupted". One that is finished stays as it is.
   void Cancel(int64_t id);
@@ -63,12 +65,13 @@ class Scheduler {
 
   // Pages for `tokens` tokens that somebody else will take from the cache: from now on no request begins that would
   // leave fewer. HasReserve says whether they are free already, as they will be once enough of the running ones have
-  // ended. 0: nobody needs any.
+  // ended; when it has said so, no answer goes on that would leave fewer. 0: nobody needs any.
   void Reserve(int32_t tokens);
   bool HasReserve();
 
   int32_t waiting() const;
   int32_t running() const;
+  int64_t preemptions() const;  // how often a request has given its pages back
 
  private:
   class Impl;

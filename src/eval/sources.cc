@@ -339,6 +339,12 @@ std::vector<Passage::Use> WorthShowing(std::vector<Passage::Use> uses) {
   return uses;
 }
 
+int32_t EndOf(std::span<const SourceText> texts) {
+  int32_t end = 0;
+  for (const SourceText& text : texts) end = std::max(end, text.end);
+  return end;
+}
+
 // Neighbours that both count become one passage.
 std::vector<Passage> MakePassages(std::span<const SourceText> texts, const MassMeter& meter,
                                   const SourceOptions& options) {
@@ -443,11 +449,9 @@ class SourceSearch::Impl {
   Impl(Engine& engine, int32_t length, int32_t prompt_tokens, int32_t answer_tokens, std::vector<SourceText> texts,
        const SourceOptions& options)
       : engine_(engine), options_(options), texts_(std::move(texts)) {
-    int32_t end = 0, sentences = 0;
-    for (const SourceText& text : texts_) {
-      end = std::max(end, text.end);
-      sentences += static_cast<int32_t>(text.sentences.size());
-    }
+    int32_t sentences = 0;
+    for (const SourceText& text : texts_) sentences += static_cast<int32_t>(text.sentences.size());
+    const int32_t end = EndOf(texts_);
     // The query that leads to the answer's first token is the prompt's last one.
     const int32_t first_query = prompt_tokens - 1;
     const int32_t queries = std::min(answer_tokens, length - first_query);
@@ -466,7 +470,7 @@ class SourceSearch::Impl {
     meter_.emplace(engine.config(), engine.cache().layout().dtype, std::move(sentence_of), sentences, first_query,
                    queries);
     others_end_ = std::min(end, first_query);
-    at_ = std::max(0, others_end_ - kOtherQueries);
+    at_ = FirstRead(texts_, prompt_tokens);
   }
 
   bool Step(Sequence& sequence) {
@@ -520,6 +524,9 @@ SourceSearch::SourceSearch(Engine& engine, int32_t length, int32_t prompt_tokens
                            std::vector<SourceText> texts, const SourceOptions& options)
     : impl_(std::make_unique<Impl>(engine, length, prompt_tokens, answer_tokens, std::move(texts), options)) {}
 SourceSearch::~SourceSearch() = default;
+int32_t SourceSearch::FirstRead(std::span<const SourceText> texts, int32_t prompt_tokens) {
+  return std::max(0, std::min(EndOf(texts), prompt_tokens - 1) - kOtherQueries);
+}
 SourceSearch::SourceSearch(SourceSearch&&) noexcept = default;
 bool SourceSearch::Step(Sequence& sequence) { return impl_->Step(sequence); }
 std::vector<Passage> SourceSearch::Passages() const { return impl_->Passages(); }

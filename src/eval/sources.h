@@ -79,6 +79,8 @@ class SourceSearch {
                std::vector<SourceText> texts, const SourceOptions& options = {});
   ~SourceSearch();
   SourceSearch(SourceSearch&&) noexcept;
+  // The first token of the text that its steps read again, or one before it.
+  static int32_t FirstRead(std::span<const SourceText> texts, int32_t prompt_tokens);
   // One step of the decoder. `sequence`: prompt and answer; between the first step and the last it is shorter, and the
   // same again behind that. False: there is nothing left to do. Throws phsa::Error where the cache has no page left for
   // a copy of those that other texts share.

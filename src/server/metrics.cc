@@ -138,6 +138,9 @@ std::string Metrics::Text() const {
   const auto append = std::back_inserter(out);
   One("vllm:num_requests_running", "gauge", "Answers that are in work.", labels_, state_.running, &out);
   One("vllm:num_requests_waiting", "gauge", "Answers that wait for their turn.", labels_, state_.waiting, &out);
+  One("vllm:num_preemptions_total", "counter",
+      "How often a request gave its pages of the KV cache to older ones, to be read again later.", labels_,
+      state_.preemptions, &out);
   const double usage = state_.pages > 0 ? static_cast<double>(state_.used_pages) / state_.pages : 0;
   One("vllm:kv_cache_usage_perc", "gauge", "Share of the KV cache's pages in use, texts kept for later included.",
       labels_, usage, &out);

@@ -23,6 +23,7 @@ struct AnswerTimes {
 // What the engine holds now.
 struct EngineState {
   int32_t running = 0, waiting = 0;
+  int64_t preemptions = 0;
   int32_t pages = 0, used_pages = 0;
   uint64_t cache_bytes = 0, representative_bytes = 0;  // of the used pages
 };

@@ -149,8 +149,9 @@ void Worker::Begin(Pending pending) {
     if (!part.text.empty() || !part.tokens.empty()) active->listener->OnPart(active->index, std::move(part));
   };
   if (pending.task.sources != nullptr) {
-    request.after =
-        SourceFinding(active.get(), std::move(pending.task.sources), static_cast<int32_t>(request.prompt.size()));
+    const auto prompt_tokens = static_cast<int32_t>(request.prompt.size());
+    request.after_from = SourceSearch::FirstRead(pending.task.sources->texts, prompt_tokens);
+    request.after = SourceFinding(active.get(), std::move(pending.task.sources), prompt_tokens);
   }
   try {
     active_.emplace(scheduler_->Add(std::move(request)), std::move(active));
@@ -231,6 +232,7 @@ void Worker::Collect() {
 }
 
 void Worker::Fail(const std::exception_ptr& error) {
+  earlier_preemptions_ += scheduler_->preemptions();
   scheduler_ = MakeScheduler();
   for (const auto& [id, active] : active_) {
     metrics_.CountFailure();
@@ -283,6 +285,7 @@ void Worker::PublishState() {
   EngineState state;
   state.running = scheduler_->running();
   state.waiting = scheduler_->waiting();
+  state.preemptions = earlier_preemptions_ + scheduler_->preemptions();
   state.pages = cache.num_pages();
   state.used_pages = cache.num_pages() - cache.free_pages();
   const auto used = static_cast<uint64_t>(state.used_pages);

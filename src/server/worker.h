@@ -139,6 +139,7 @@ class Worker {
   const WorkerOptions options_;
   Metrics& metrics_;
   std::unique_ptr<Scheduler> scheduler_;
+  int64_t earlier_preemptions_ = 0;                    // of schedulers before this one
   std::map<int64_t, std::unique_ptr<Active>> active_;  // by the scheduler's number
 
   mutable std::mutex mutex_;
