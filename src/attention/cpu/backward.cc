@@ -114,7 +114,8 @@ class HeadGradients {
   }
 
   void Band(BandPart part) {
-    ForEachBandRun(plan_, begin_, end_, part,
+    const auto [first_token, last_token] = BandTokens(plan_, begin_, end_, part);
+    ForEachBandRun(plan_, begin_, end_, part, first_token, last_token,
                    [&](int32_t /*chunk*/, int32_t query_begin, int32_t query_end, int32_t lo, int32_t hi) {
                      const int32_t first = (query_begin - begin_) * plan_.group;
                      const int32_t n = (query_end - query_begin) * plan_.group;

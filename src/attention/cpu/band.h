@@ -20,17 +20,22 @@ inline std::pair<int32_t, int32_t> BandRange(const PlanImpl& plan, int32_t b, Ba
   return {all ? 0 : plan.CandidateEnd(b) * plan.block, std::min((b + 1) * plan.block, end)};
 }
 
-// Walks over one part of the band for queries at positions [begin, end), in chunks of kChunk keys at absolute
-// positions, so that where a tile begins changes no sum. fn(chunk, query_begin, query_end, lo, hi): those queries read
-// tokens [lo, hi) of the chunk, each up to its own position. Neighbouring blocks of queries that read the same go
-// together.
+// Tokens that any of the queries at positions [begin, end) reads in one part. Both ends of a block's range grow with
+// the block, and only the first blocks may read everything.
+inline std::pair<int32_t, int32_t> BandTokens(const PlanImpl& plan, int32_t begin, int32_t end, BandPart part) {
+  return {BandRange(plan, begin / plan.block, part, end).first,
+          BandRange(plan, (end - 1) / plan.block, part, end).second};
+}
+
+// Walks over tokens [token_begin, token_end) of one part of the band for queries at positions [begin, end), in chunks
+// of kChunk keys at absolute positions, so that where a tile begins changes no sum. fn(chunk, query_begin, query_end,
+// lo, hi): those queries read tokens [lo, hi) of the chunk, each up to its own position. Neighbouring blocks of queries
+// that read the same go together.
 template <class Fn>
-void ForEachBandRun(const PlanImpl& plan, int32_t begin, int32_t end, BandPart part, Fn&& fn) {
+void ForEachBandRun(const PlanImpl& plan, int32_t begin, int32_t end, BandPart part, int32_t token_begin,
+                    int32_t token_end, Fn&& fn) {
   const int32_t first_block = begin / plan.block, last_block = (end - 1) / plan.block;
-  // Both ends of the range grow with b, and only the first blocks may read everything.
-  const int32_t first_token = BandRange(plan, first_block, part, end).first;
-  const int32_t last_token = BandRange(plan, last_block, part, end).second;
-  for (int32_t chunk = first_token / kChunk * kChunk; chunk < last_token; chunk += kChunk) {
+  for (int32_t chunk = token_begin / kChunk * kChunk; chunk < token_end; chunk += kChunk) {
     int32_t run_begin = 0, run_end = 0, run_lo = 0, run_hi = 0;
     for (int32_t b = first_block; b <= last_block; ++b) {
       const auto [from, to] = BandRange(plan, b, part, end);

@@ -3,6 +3,9 @@
 // A tile of queries reads keys in two ways. The band (init, local, or everything for queries that read all) is shared
 // by the whole tile: chunks of kChunk keys at absolute positions, a running softmax. The chosen blocks differ from
 // query to query: they are visited block by block, each packed once and multiplied with the rows that chose it.
+//
+// The band comes in segments of kSegment keys, and chosen blocks in windows, each with a softmax of its own; they are
+// added up in order. A tile of few queries is cut there (split.h): several workers share what it reads.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,6 +15,7 @@
 #include "attention/cpu/band.h"
 #include "attention/cpu/block_lists.h"
 #include "attention/cpu/select.h"
+#include "attention/cpu/split.h"
 #include "base/dtype.h"
 
 namespace phsa::cpu {
@@ -40,9 +44,38 @@ class TileAttention {
 
   void Run() {
     LoadQueries();
-    Band(BandPart::kInit);
-    Band(BandPart::kLocal);
-    if (plan_.top_k > 0) Chosen();
+    Clear(s_.total);
+    for (const BandPart part : {BandPart::kInit, BandPart::kLocal}) {
+      const auto [first, last] = SegmentsOf(plan_, tile_, part);
+      for (int32_t segment = first; segment < last; ++segment) {
+        Band(part, segment, s_.part);
+        AddToTotal(s_.part);
+      }
+    }
+    if (plan_.top_k > 0) {
+      const int32_t windows = WindowsOf(LongestList(), call_.shape);
+      for (int32_t window = 0; window < windows; ++window) {
+        Chosen(window, s_.part);
+        AddToTotal(s_.part);
+      }
+    }
+    Store();
+  }
+
+  // The same in pieces, each with states of its own.
+  void RunSegment(BandPart part, int32_t segment, const RowStates& states) {
+    LoadQueries();
+    Band(part, segment, states);
+  }
+  void RunChosen(const RowStates* states, int32_t windows) {
+    LoadQueries();
+    LongestList();
+    BlockLists::Reset(s_.block_head, s_.block_bits, call_.shape.blocks);
+    for (int32_t window = 0; window < windows; ++window) Chosen(window, states[window]);
+  }
+  void Join(const RowStates* states, int32_t count) {
+    Clear(s_.total);
+    for (int32_t i = 0; i < count; ++i) AddToTotal(states[i]);
     Store();
   }
 
@@ -69,21 +102,41 @@ class TileAttention {
         s_.query_ptrs[r] = dst;
       }
       s_.score_ptrs[r] = s_.scores + int64_t{r} * call_.shape.score_stride;
-      s_.sum_ptrs[r] = s_.sums + int64_t{r} * d;
-      s_.row_max[r] = -std::numeric_limits<float>::infinity();
-      s_.row_sum[r] = 0;
     }
-    std::fill_n(s_.sums, int64_t{rows_} * d, 0.0f);
   }
 
-  void Band(BandPart part) {
+  void Clear(const RowStates& states) {
+    std::fill_n(states.max, rows_, -std::numeric_limits<float>::infinity());
+    std::fill_n(states.sum, rows_, 0.0f);
+    std::fill_n(states.values, int64_t{rows_} * plan_.head_dim, 0.0f);
+  }
+
+  // What follows is accumulated there.
+  void Begin(const RowStates& states) {
+    Clear(states);
+    states_ = &states;
+    for (int32_t r = 0; r < rows_; ++r) s_.sum_ptrs[r] = states.values + int64_t{r} * plan_.head_dim;
+  }
+
+  void AddToTotal(const RowStates& states) {
+    const int64_t d = plan_.head_dim;
+    for (int32_t r = 0; r < rows_; ++r) {
+      if (states.sum[r] == 0) continue;  // the row reads nothing there
+      call_.kernels.merge(states.values + r * d, states.max[r], states.sum[r], plan_.head_dim, factor_,
+                          s_.total.values + r * d, &s_.total.max[r], &s_.total.sum[r]);
+    }
+  }
+
+  void Band(BandPart part, int32_t segment, const RowStates& states) {
+    Begin(states);
     int32_t packed_chunk = -1;
-    const int32_t end = BandRange(plan_, (tile_.end - 1) / plan_.block, part, tile_.end).second;
-    ForEachBandRun(plan_, tile_.begin, tile_.end, part,
+    const auto [first, end] = BandTokens(plan_, tile_.begin, tile_.end, part);
+    const int32_t from = std::max(first, segment * kSegment), to = std::min(end, (segment + 1) * kSegment);
+    ForEachBandRun(plan_, tile_.begin, tile_.end, part, from, to,
                    [&](int32_t chunk, int32_t query_begin, int32_t query_end, int32_t lo, int32_t hi) {
                      // The first run of a chunk begins lowest.
                      if (packed_.keys == nullptr && chunk != packed_chunk) {
-                       PackChunk(lo, std::min(chunk + kChunk, end), chunk);
+                       PackChunk(lo, std::min(chunk + kChunk, to), chunk);
                        packed_chunk = chunk;
                      }
                      BandRows(Row(query_begin), Row(query_end), chunk, lo, hi);
@@ -136,7 +189,7 @@ class TileAttention {
   }
 
   void Softmax(int32_t row, int32_t n) {
-    const float rescale = products_.softmax(s_.score_ptrs[row], n, factor_, &s_.row_max[row], &s_.row_sum[row]);
+    const float rescale = products_.softmax(s_.score_ptrs[row], n, factor_, &states_->max[row], &states_->sum[row]);
     if (rescale != 1.0f) call_.kernels.scale(s_.sum_ptrs[row], plan_.head_dim, rescale);
   }
 
@@ -145,33 +198,37 @@ class TileAttention {
     return list / call_.shape.units * plan_.group + list % call_.shape.units * plan_.rows_of_group();
   }
 
-  void Chosen() {
-    const int32_t m = plan_.block;
-    const int32_t window = std::min(call_.shape.slots, call_.shape.chosen_slots);
-    const int32_t num_lists = (tile_.end - tile_.begin) * call_.shape.units;
+  int32_t NumLists() const { return (tile_.end - tile_.begin) * call_.shape.units; }
+
+  int32_t LongestList() {
     int32_t longest = 0;
-    for (int32_t list = 0; list < num_lists; ++list) {
+    for (int32_t list = 0; list < NumLists(); ++list) {
       // Rows that read everything had it all in the band.
-      if (plan_.ReadsAll(Position(ListRow(list)) / m)) s_.list_counts[list] = 0;
+      if (plan_.ReadsAll(Position(ListRow(list)) / plan_.block)) s_.list_counts[list] = 0;
       longest = std::max(longest, s_.list_counts[list]);
     }
+    return longest;
+  }
+
+  void Chosen(int32_t window_index, const RowStates& states) {
+    Begin(states);
+    const int32_t m = plan_.block, window = call_.shape.window();
+    const int32_t first = window_index * window;
     BlockLists blocks(s_.block_head, s_.block_bits, s_.next_entry, window);
-    for (int32_t first = 0; first < longest; first += window) {
-      for (int32_t list = 0; list < num_lists; ++list) {
-        const int32_t* chosen = s_.lists_of_tile + int64_t{list} * call_.shape.slots;
-        const int32_t last = std::min(s_.list_counts[list], first + window);
-        for (int32_t j = first; j < last; ++j) blocks.Add(list, j - first, chosen[j]);
-      }
-      blocks.ForEachBlock([&](int32_t block) { ScoreBlock(blocks, block); });
-      for (int32_t list = 0; list < num_lists; ++list) {
-        const int32_t count = std::min(s_.list_counts[list] - first, window);
-        if (count <= 0) continue;
-        const int32_t row = ListRow(list);
-        for (int32_t r = row; r < row + plan_.rows_of_group(); ++r) Softmax(r, count * m);
-      }
-      blocks.ForEachBlock([&](int32_t block) { AddBlock(blocks, block); });
-      blocks.Clear();
+    for (int32_t list = 0; list < NumLists(); ++list) {
+      const int32_t* chosen = s_.lists_of_tile + int64_t{list} * call_.shape.slots;
+      const int32_t last = std::min(s_.list_counts[list], first + window);
+      for (int32_t j = first; j < last; ++j) blocks.Add(list, j - first, chosen[j]);
     }
+    blocks.ForEachBlock([&](int32_t block) { ScoreBlock(blocks, block); });
+    for (int32_t list = 0; list < NumLists(); ++list) {
+      const int32_t count = std::min(s_.list_counts[list] - first, window);
+      if (count <= 0) continue;
+      const int32_t row = ListRow(list);
+      for (int32_t r = row; r < row + plan_.rows_of_group(); ++r) Softmax(r, count * m);
+    }
+    blocks.ForEachBlock([&](int32_t block) { AddBlock(blocks, block); });
+    blocks.Clear();
   }
 
   // scores of the block's keys with the rows that chose it, each at its place in its row.
@@ -229,12 +286,14 @@ class TileAttention {
   void Store() {
     const ForwardParams& params = call_.params;
     for (int32_t r = 0; r < rows_; ++r) {
-      call_.kernels.scale(s_.sum_ptrs[r], plan_.head_dim, 1.0f / s_.row_sum[r]);
+      float* const values = s_.total.values + int64_t{r} * plan_.head_dim;
+      const float sum = s_.total.sum[r];
+      call_.kernels.scale(values, plan_.head_dim, 1.0f / sum);
       call_.kernels.from_f32(
-          s_.sum_ptrs[r], plan_.dtype, plan_.head_dim,
+          values, plan_.dtype, plan_.head_dim,
           At(params.out, plan_.dtype, QueryOffset(r, params.out_token_stride, params.out_head_stride)));
       if (params.lse != nullptr) {
-        params.lse[QueryOffset(r, plan_.num_q_heads, 1)] = s_.row_max[r] * plan_.scale + std::log(s_.row_sum[r]);
+        params.lse[QueryOffset(r, plan_.num_q_heads, 1)] = s_.total.max[r] * plan_.scale + std::log(sum);
       }
     }
   }
@@ -247,6 +306,7 @@ class TileAttention {
   const TileScratch& s_;
   const PackedHead& packed_;
   const PlanSequence& seq_;
+  const RowStates* states_ = nullptr;
   const int32_t rows_;
   const float factor_;
   const int64_t panel_size_;
@@ -292,6 +352,64 @@ void PackHeads(const Call& call, int32_t seq, int32_t head_begin, int32_t heads)
   });
 }
 
+void FinishPiece(const Call& call, SplitUnit& unit, const TileScratch& scratch, bool attend) {
+  if (unit.left.fetch_sub(1, std::memory_order_acq_rel) != 1 || !attend) return;
+  TileAttention(call, unit.tile, scratch, {}).Join(unit.states, unit.segments() + unit.windows);
+}
+
+void ChooseAndRead(const Call& call, SplitUnit& unit, const TileScratch& scratch, bool select, bool attend) {
+  if (select) {
+    SelectTile(call, unit.tile, scratch, unit.score_pieces > 0);
+  } else {
+    ReadLists(call, unit.tile, scratch);
+  }
+  if (attend) TileAttention(call, unit.tile, scratch, {}).RunChosen(unit.states + unit.segments(), unit.windows);
+  FinishPiece(call, unit, scratch, attend);
+}
+
+// Tiles of few queries in pieces. The scores of representatives come first; who has the last of a unit chooses by them
+// and reads what was chosen, while others read the band. Who has the last piece of a unit adds them up. No worker waits
+// for another, and which one does what changes no bit.
+template <class ScratchOf>
+void RunSplit(const Call& call, const SplitUnits& units, bool select, bool attend, const ScratchOf& scratch_of) {
+  const bool chooses = call.plan.top_k > 0;
+  int64_t scores = 0, others = 0;
+  for (SplitUnit& unit : units.all()) {
+    const int32_t segments = attend ? unit.segments() : 0;
+    unit.score_pieces = select ? ScorePieces(call, unit.tile) : 0;
+    unit.chooses_apart = chooses && unit.score_pieces == 0;
+    unit.first_score = scores;
+    unit.first_other = others;
+    scores += unit.score_pieces;
+    others += segments + (unit.chooses_apart ? 1 : 0);
+    unit.scores_left.store(unit.score_pieces, std::memory_order_relaxed);
+    unit.left.store(segments + (chooses ? 1 : 0), std::memory_order_relaxed);
+  }
+  ParallelFor(call.params.executor, scores + others, [&](int64_t task, int32_t worker) {
+    TileScratch scratch = scratch_of(worker);
+    if (task < scores) {
+      SplitUnit& unit = units.Find(task, &SplitUnit::first_score);
+      unit.Lend(&scratch);
+      ScorePiece(call, unit.tile, scratch, static_cast<int32_t>(task - unit.first_score));
+      if (unit.scores_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        ChooseAndRead(call, unit, scratch, select, attend);
+      }
+      return;
+    }
+    SplitUnit& unit = units.Find(task - scores, &SplitUnit::first_other);
+    const auto piece = static_cast<int32_t>(task - scores - unit.first_other) - (unit.chooses_apart ? 1 : 0);
+    if (piece < 0) {
+      ChooseAndRead(call, unit, scratch, select, attend);
+      return;
+    }
+    const bool init = piece < unit.init_segments;
+    TileAttention(call, unit.tile, scratch, {})
+        .RunSegment(init ? BandPart::kInit : BandPart::kLocal,
+                    init ? piece : unit.first_local + piece - unit.init_segments, unit.states[piece]);
+    FinishPiece(call, unit, scratch, attend);
+  });
+}
+
 void RunStages(const PlanImpl& plan, const ForwardParams& params, bool represent, bool select, bool attend) {
   const Kernels& kernels = ActiveKernels();
   const Products& products = ProductsFor(kernels, plan.dtype == PHSA_BF16);
@@ -318,6 +436,7 @@ void RunStages(const PlanImpl& plan, const ForwardParams& params, bool represent
     PackAllParts(call);
   }
 
+  const SplitUnits split(plan, shape, carver);
   std::byte* tiles = static_cast<std::byte*>(params.workspace) + carver.size();
   Carver counter(nullptr);
   TileScratch(plan, shape, counter);
@@ -325,7 +444,7 @@ void RunStages(const PlanImpl& plan, const ForwardParams& params, bool represent
     Carver own(tiles + static_cast<size_t>(worker) * counter.size());
     return TileScratch(plan, shape, own);
   };
-  if (plan.top_k > 0) {
+  if (plan.top_k > 0 && split.num_seqs() < static_cast<int32_t>(plan.seqs.size())) {
     const int32_t workers = params.executor.run == nullptr ? 1 : params.executor.num_threads;
     for (int32_t w = 0; w < workers; ++w) {
       const TileScratch scratch = scratch_of(w);
@@ -335,7 +454,7 @@ void RunStages(const PlanImpl& plan, const ForwardParams& params, bool represent
   const auto run_tile = [&](const Tile& tile, int32_t worker, const PackedHead& packed) {
     const TileScratch scratch = scratch_of(worker);
     if (select) {
-      SelectTile(call, tile, scratch);
+      SelectTile(call, tile, scratch, false);
     } else if (plan.top_k > 0) {
       ReadLists(call, tile, scratch);
     }
@@ -343,11 +462,12 @@ void RunStages(const PlanImpl& plan, const ForwardParams& params, bool represent
   };
 
   // Sequences with many queries pack each head's keys and values once, a few heads at a time; all others run together
-  // and pack what each tile needs.
+  // and pack what each tile needs, those with few queries in pieces.
   const int32_t num_seqs = static_cast<int32_t>(plan.seqs.size());
   int64_t others = 0;
   for (int32_t s = 0; s < num_seqs; ++s) {
     const PlanSequence& seq = plan.seqs[s];
+    if (SplitsTiles(plan, seq)) continue;
     const int32_t num_tiles = NumTiles(seq, shape);
     if (!attend || !PacksHeads(seq)) {
       others += int64_t{num_tiles} * plan.num_kv_heads;
@@ -367,7 +487,7 @@ void RunStages(const PlanImpl& plan, const ForwardParams& params, bool represent
   }
   ParallelFor(params.executor, others, [&](int64_t task, int32_t worker) {
     for (int32_t s = 0;; ++s) {
-      if (attend && PacksHeads(plan.seqs[s])) continue;
+      if (SplitsTiles(plan, plan.seqs[s]) || (attend && PacksHeads(plan.seqs[s]))) continue;
       const int32_t num_tiles = NumTiles(plan.seqs[s], shape);
       const int64_t tasks = int64_t{num_tiles} * plan.num_kv_heads;
       if (task >= tasks) {
@@ -381,6 +501,7 @@ void RunStages(const PlanImpl& plan, const ForwardParams& params, bool represent
       return;
     }
   });
+  if (attend || select) RunSplit(call, split, select, attend, scratch_of);
 }
 
 void RepresentStage(const PlanImpl& plan, const KeyValues& kv, const Executor& executor) {
@@ -396,6 +517,7 @@ size_t ForwardWorkspaceSize(const PlanImpl& plan) {
   const TileShape shape(plan);
   Carver carver(nullptr);
   SharedScratch(plan, shape, carver);
+  SplitUnits(plan, shape, carver);
   Carver tile(nullptr);
   TileScratch(plan, shape, tile);
   return carver.size() + tile.size() * static_cast<size_t>(plan.max_threads);

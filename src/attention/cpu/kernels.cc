@@ -145,6 +145,27 @@ void Scale(float* x, int n, float factor) {
   for (int i = 0; i < n; i += kLanes) hn::StoreU(hn::Mul(hn::LoadU(d, x + i), f), d, x + i);
 }
 
+void Merge(const float* from, float from_max, float from_sum, int n, float factor, float* to, float* to_max,
+           float* to_sum) {
+  const F d;
+  if (from_max > *to_max) {
+    const float weight = Exp2Scalar((*to_max - from_max) * factor);
+    const V w = hn::Set(d, weight);
+    for (int i = 0; i < n; i += kLanes) {
+      hn::StoreU(hn::MulAdd(hn::LoadU(d, to + i), w, hn::LoadU(d, from + i)), d, to + i);
+    }
+    *to_max = from_max;
+    *to_sum = *to_sum * weight + from_sum;
+    return;
+  }
+  const float weight = Exp2Scalar((from_max - *to_max) * factor);
+  const V w = hn::Set(d, weight);
+  for (int i = 0; i < n; i += kLanes) {
+    hn::StoreU(hn::MulAdd(hn::LoadU(d, from + i), w, hn::LoadU(d, to + i)), d, to + i);
+  }
+  *to_sum = *to_sum + from_sum * weight;
+}
+
 #if HWY_TARGET == HWY_AVX3
 
 #include "attention/cpu/turn16_avx512-inl.h"
@@ -609,6 +630,7 @@ Kernels GetKernels() {
           &ToF32,
           &FromF32,
           &Scale,
+          &Merge,
           &WeightedSum,
           &Bounds,
           &Exponentials,

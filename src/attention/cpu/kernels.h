@@ -48,6 +48,10 @@ struct Kernels {
   void (*to_f32)(const void* src, int32_t dtype, int n, float* dst);
   void (*from_f32)(const float* src, int32_t dtype, int n, void* dst);
   void (*scale)(float* x, int n, float factor);
+  // Adds one softmax to another: their largest scores, the sums of their exponentials beside these, and what was
+  // accumulated with them.
+  void (*merge)(const float* from, float from_max, float from_sum, int n, float factor, float* to, float* to_max,
+                float* to_sum);
   // dst[c] = Σ_i weight[i] · src[i][c], in f32, rounded to dtype.
   void (*weighted_sum)(const void* src, int64_t stride, int32_t dtype, int rows, int columns, const float* weight,
                        void* dst);

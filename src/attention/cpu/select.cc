@@ -167,17 +167,18 @@ void PoolOntoBlocks(const float* entries, int32_t visible, int32_t begin, int32_
   }
 }
 
-// Raw scores of rows [first, first + rows) of scratch.rep_query_ptrs over the first `visible` representatives;
+int32_t PanelsOf(int32_t visible) { return (visible + kPanel - 1) / kPanel; }
+
+// Raw scores of rows [first, first + rows) of scratch.rep_query_ptrs over panels [begin, end) of the representatives;
 // scratch.rep_score_ptrs says where they lie.
 void ScoreRows(const Call& call, const Tile& tile, const TileScratch& scratch, int32_t first, int32_t rows,
-               int32_t visible) {
+               int32_t begin, int32_t end) {
   const PlanImpl& plan = call.plan;
   const PlanSequence& seq = plan.seqs[tile.seq];
-  const int32_t panels = (visible + kPanel - 1) / kPanel;
   const int64_t panel_size = int64_t{call.rep_words} * kPanel;
   const int64_t packed = call.shared.panel_starts[tile.seq];
-  for (int32_t p = 0; p < panels; p += 4) {
-    const int32_t n = std::min(4, panels - p);
+  for (int32_t p = begin; p < end; p += 4) {
+    const int32_t n = std::min(4, end - p);
     const uint32_t* source = scratch.rep_panels;
     if (packed >= 0) {
       source = call.shared.panels + packed + (int64_t{tile.kv_head} * PaddedReps(plan, seq) / kPanel + p) * panel_size;
@@ -299,12 +300,17 @@ const float* ChooseByReps(const Call& call, const Tile& tile, const TileScratch&
   if (last - first <= count) return scores;
   call.kernels.top_k(scores, first, last, count, scratch.candidates, out);
   if (Least(scores, out, count) >= kLeastScore) return scores;
-  ScoreRows(call, tile, scratch, row, heads, visible);
+  ScoreRows(call, tile, scratch, row, heads, 0, PanelsOf(visible));
   for (int32_t h = row; h < row + heads; ++h) {
     ToLogs(scratch.rep_score_ptrs[h], visible, plan.scale * kLog2E, scratch.rep_weights[h]);
   }
   return ChooseByLogs(call, scratch, scratch.rep_score_ptrs + row, heads, visible, pooled, first, last, count,
                       scratch.group_scores, out);
+}
+
+// Marks blocks [begin, end), begin a multiple of 16, for scoring; what else of their words is marked does not count.
+void MarkAll(const TileScratch& scratch, int32_t begin, int32_t end) {
+  if (begin < end) std::fill(scratch.scored_bits + begin / 64, scratch.scored_bits + (end - 1) / 64 + 1, ~uint64_t{0});
 }
 
 // Which blocks' parts are scored: those of all blocks, or, where there are more candidates than survivors, of what some
@@ -329,8 +335,10 @@ void Survive(const Call& call, const Tile& tile, const TileScratch& scratch, con
   }
 }
 
-// Scores of all rows over the parts of the marked blocks, into scratch.part_max and part_sum.
-void ScoreParts(const Call& call, const Tile& tile, const TileScratch& scratch, int32_t b, int32_t rows) {
+// Scores of all rows over the parts of the marked blocks among [begin, end), into scratch.part_max and part_sum. begin
+// is a multiple of 16.
+void ScoreParts(const Call& call, const Tile& tile, const TileScratch& scratch, int32_t begin, int32_t end,
+                int32_t rows) {
   const PlanImpl& plan = call.plan;
   const int64_t columns = int64_t{plan.parts} * kPanel, stride = call.shape.padded_blocks;
   const float factor = static_cast<float>(plan.scale * kLog2E);
@@ -342,13 +350,13 @@ void ScoreParts(const Call& call, const Tile& tile, const TileScratch& scratch, 
   const int64_t packed = call.shared.part_starts[tile.seq];
   if (packed >= 0) {
     const int64_t panels_of_head = PaddedParts(plan, plan.seqs[tile.seq]) / kPanel;
-    for (int32_t t = 0; t < b; t += kPanel) {
+    for (int32_t t = begin; t < end; t += kPanel) {
       if ((scratch.scored_bits[t / 64] >> (t % 64) & 0xffff) == 0) continue;
       const int64_t panel = tile.kv_head * panels_of_head + int64_t{t} / kPanel * plan.parts;
       dot(call.shared.part_panels + packed + panel * call.rep_words * kPanel);
       for (int32_t r = 0; r < rows; ++r) {
-        call.kernels.sum_parts(scratch.part_score_ptrs[r], plan.parts, b - t, factor, scratch.part_max + r * stride + t,
-                               scratch.part_sum + r * stride + t);
+        call.kernels.sum_parts(scratch.part_score_ptrs[r], plan.parts, end - t, factor,
+                               scratch.part_max + r * stride + t, scratch.part_sum + r * stride + t);
       }
     }
     return;
@@ -367,9 +375,11 @@ void ScoreParts(const Call& call, const Tile& tile, const TileScratch& scratch, 
     }
     count = 0;
   };
-  for (int32_t w = 0; w <= b / 64; ++w) {
-    for (uint64_t bits = scratch.scored_bits[w]; bits != 0; bits &= bits - 1) {
-      blocks[count++] = w * 64 + __builtin_ctzll(bits);
+  for (int32_t t = begin; t < end; t += kPanel) {
+    for (uint64_t bits = scratch.scored_bits[t / 64] >> (t % 64) & 0xffff; bits != 0; bits &= bits - 1) {
+      const int32_t block = t + __builtin_ctzll(bits);
+      if (block >= end) break;
+      blocks[count++] = block;
       if (count == kPanel) score();
     }
   }
@@ -437,29 +447,53 @@ const float* ChooseByParts(const Call& call, const TileScratch& scratch, const C
   return listed;
 }
 
-// Queries [begin, end) of the tile lie in one block b.
-void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratch, int32_t begin, int32_t end) {
+// Queries [begin, end) of a tile, all in one block.
+struct Queries {
+  Queries(const Call& call, int32_t query_begin, int32_t query_end)
+      : begin(query_begin), end(query_end), blocks(call.plan, query_begin / call.plan.block) {
+    const PlanImpl& plan = call.plan;
+    candidates = blocks.last - blocks.first;
+    count = plan.BelowDense(blocks.b) ? 0 : std::min(candidates, plan.top_k);
+    choose = count > 0 && candidates > plan.top_k;
+    score = choose || (count > 0 && call.params.selection_scores != nullptr);
+    coarse = plan.parts == 1 || candidates > call.shape.survivors;
+    rows = (end - begin) * plan.group;
+  }
+  int32_t begin, end;
+  Candidates blocks;
+  int32_t candidates = 0, count = 0, rows = 0;
+  bool choose = false, score = false;
+  bool coarse = false;  // by the rows of reps; else by the parts of all blocks
+};
+
+void LoadRepQueries(const Call& call, const Tile& tile, const TileScratch& scratch, const Queries& queries) {
+  const PlanImpl& plan = call.plan;
+  const ForwardParams& params = call.params;
+  const PlanSequence& seq = plan.seqs[tile.seq];
+  for (int32_t r = 0; r < queries.rows; ++r) {
+    const int64_t query = seq.q_start + queries.begin - seq.first_position() + r / plan.group;
+    const int64_t head = int64_t{tile.kv_head} * plan.group + r % plan.group;
+    const void* q = At(params.q, plan.dtype, query * params.q_token_stride + head * params.q_head_stride);
+    RepQuery(call, q, scratch.rep_queries + int64_t{r} * plan.rep_width, &scratch.rep_query_ptrs[r]);
+  }
+}
+
+// `scored`: the first scores, coarse or not, are there.
+void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratch, const Queries& queries,
+                   bool scored) {
   const PlanImpl& plan = call.plan;
   const ForwardParams& params = call.params;
   const TileShape& shape = call.shape;
   const PlanSequence& seq = plan.seqs[tile.seq];
-  const Candidates blocks(plan, begin / plan.block);
-  const int32_t candidates = blocks.last - blocks.first;
-  const int32_t count = plan.BelowDense(blocks.b) ? 0 : std::min(candidates, plan.top_k);
-  const bool choose = count > 0 && candidates > plan.top_k;
-  const bool score = choose || (count > 0 && params.selection_scores != nullptr);
-  const int32_t rows = (end - begin) * plan.group;
+  const Candidates& blocks = queries.blocks;
+  const int32_t begin = queries.begin, end = queries.end, count = queries.count, rows = queries.rows;
+  const bool choose = queries.choose, score = queries.score;
   const int32_t heads = plan.rows_of_group();
 
   if (score) {
-    for (int32_t r = 0; r < rows; ++r) {
-      const int64_t query = seq.q_start + begin - seq.first_position() + r / plan.group;
-      const int64_t head = int64_t{tile.kv_head} * plan.group + r % plan.group;
-      const void* q = At(params.q, plan.dtype, query * params.q_token_stride + head * params.q_head_stride);
-      RepQuery(call, q, scratch.rep_queries + int64_t{r} * plan.rep_width, &scratch.rep_query_ptrs[r]);
-    }
-    if (plan.parts == 1 || candidates > shape.survivors) {
-      ScoreRows(call, tile, scratch, 0, rows, blocks.visible);
+    LoadRepQueries(call, tile, scratch, queries);
+    if (queries.coarse) {
+      ScoreRows(call, tile, scratch, 0, rows, 0, scored ? 0 : PanelsOf(blocks.visible));
       for (int32_t r = 0; r < rows; ++r) {
         scratch.rep_weights[r] =
             1.0f / call.kernels.exponentials(scratch.rep_score_ptrs[r], blocks.visible, plan.scale * kLog2E);
@@ -467,7 +501,7 @@ void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratc
     }
     if (plan.parts > 1) {
       Survive(call, tile, scratch, blocks, (end - begin) * shape.units, heads);
-      ScoreParts(call, tile, scratch, blocks.b, rows);
+      if (queries.coarse || !scored) ScoreParts(call, tile, scratch, 0, blocks.b, rows);
     }
   }
 
@@ -583,14 +617,55 @@ void PackAllParts(const Call& call) {
   }
 }
 
-void SelectTile(const Call& call, const Tile& tile, const TileScratch& scratch) {
-  const PlanImpl& plan = call.plan;
+namespace {
+
+// The end of the queries that are scored together with the one at `begin`.
+int32_t ScoredTogether(const Call& call, const Tile& tile, int32_t begin) {
+  const int32_t block_end = (begin / call.plan.block + 1) * call.plan.block;
+  return std::min({tile.end, block_end, begin + call.shape.score_queries});
+}
+
+// Panels of a piece of the scores: some microseconds of work, as many as it takes to hand it over.
+constexpr int32_t kPanelsPerPiece = 16;
+
+// Blocks of 16 (panels of reps; or 16 blocks' parts) in a piece, and of all.
+struct ScoreCut {
+  ScoreCut(const Call& call, const Queries& queries)
+      : each(queries.coarse ? kPanelsPerPiece : std::max(1, kPanelsPerPiece / call.plan.parts)),
+        all(PanelsOf(queries.coarse ? queries.blocks.visible : queries.blocks.b)) {}
+  int32_t each, all;
+};
+
+}  // namespace
+
+void SelectTile(const Call& call, const Tile& tile, const TileScratch& scratch, bool scored) {
   for (int32_t begin = tile.begin; begin < tile.end;) {
-    const int32_t block_end = (begin / plan.block + 1) * plan.block;
-    const int32_t end = std::min({tile.end, block_end, begin + call.shape.score_queries});
-    SelectQueries(call, tile, scratch, begin, end);
+    const int32_t end = ScoredTogether(call, tile, begin);
+    SelectQueries(call, tile, scratch, Queries(call, begin, end), scored);
     begin = end;
   }
+}
+
+int32_t ScorePieces(const Call& call, const Tile& tile) {
+  if (call.plan.top_k == 0 || ScoredTogether(call, tile, tile.begin) != tile.end) return 0;
+  const Queries queries(call, tile.begin, tile.end);
+  if (!queries.score) return 0;
+  const ScoreCut cut(call, queries);
+  return cut.all <= cut.each ? 0 : (cut.all + cut.each - 1) / cut.each;
+}
+
+void ScorePiece(const Call& call, const Tile& tile, const TileScratch& scratch, int32_t piece) {
+  const Queries queries(call, tile.begin, tile.end);
+  const ScoreCut cut(call, queries);
+  const int32_t begin = piece * cut.each, end = std::min(cut.all, begin + cut.each);
+  LoadRepQueries(call, tile, scratch, queries);
+  if (queries.coarse) {
+    ScoreRows(call, tile, scratch, 0, queries.rows, begin, end);
+    return;
+  }
+  const int32_t first = begin * kPanel, last = std::min(queries.blocks.b, end * kPanel);
+  MarkAll(scratch, first, last);
+  ScoreParts(call, tile, scratch, first, last, queries.rows);
 }
 
 }  // namespace phsa::cpu

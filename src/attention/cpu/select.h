@@ -61,7 +61,13 @@ void PackReps(const Call& call);
 void PackAllParts(const Call& call);
 
 // Chooses for the tile's queries: scratch.lists_of_tile and list_counts, and the caller's selection where it is wanted.
-void SelectTile(const Call& call, const Tile& tile, const TileScratch& scratch);
+// `scored`: all pieces of the scores are there.
+void SelectTile(const Call& call, const Tile& tile, const TileScratch& scratch, bool scored);
+
+// In how many pieces the scores of a tile's queries may be made, each by another worker into the same memory; 0: not in
+// pieces.
+int32_t ScorePieces(const Call& call, const Tile& tile);
+void ScorePiece(const Call& call, const Tile& tile, const TileScratch& scratch, int32_t piece);
 
 }  // namespace phsa::cpu
 

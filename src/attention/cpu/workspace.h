@@ -15,6 +15,10 @@ namespace phsa::cpu {
 // Keys per step of the running softmax in the band: 128 × 128 × 4 bytes = 64 KB of keys and as much of values stay in
 // L2 beside the tile's state while every row of the tile passes over them.
 inline constexpr int32_t kChunk = 128;
+// Keys of the band that one softmax runs over. A row's softmaxes are added up in order; where they begin and end
+// depends on positions alone, so that few queries can have each of theirs from another worker and get the bits that a
+// tile of many gets.
+inline constexpr int32_t kSegment = 2 * kChunk;
 // Rows (query × head) of a tile. More rows share what a tile packs for itself; fewer keep its scores and sums in L2. On
 // Zen 4 (1 MB) 128, 256 and 384 are within 3 % of each other at 8k.
 inline constexpr int32_t kTileRows = 256;
@@ -49,6 +53,8 @@ struct TileShape {
     chosen_slots = kChosenTokens / plan.block;
     score_stride = std::max(kChunk, std::min(chosen_slots, std::max(1, slots)) * plan.block);
   }
+  int32_t window() const { return std::max(1, std::min(slots, chosen_slots)); }
+
   int32_t queries;        // of a full tile; tiles start at multiples of it
   int32_t rows;           // the most rows of any tile
   int32_t score_queries;  // scored together
@@ -97,6 +103,11 @@ class Carver {
   size_t size_ = 0;
 };
 
+// Whether a sequence's tiles are read in pieces by several workers (split.h).
+inline bool SplitsTiles(const PlanImpl& plan, const PlanSequence& seq) {
+  return int64_t{seq.q_len} * plan.group < kPackRows;
+}
+
 inline bool HasManyRows(const PlanImpl& plan, const PlanSequence& seq) {
   return plan.top_k > 0 && int64_t{seq.q_len} * plan.group >= kPackRows;
 }
@@ -116,15 +127,24 @@ inline int32_t PaddedParts(const PlanImpl& plan, const PlanSequence& seq) {
   return (seq.kv_len / plan.block + 15) / 16 * 16 * plan.parts;
 }
 
+// Softmaxes under way, one a row.
+struct RowStates {
+  RowStates() = default;
+  RowStates(int64_t rows, int64_t head_dim, Carver& carver)
+      : max(carver.Take<float>(rows)), sum(carver.Take<float>(rows)), values(carver.Take<float>(rows * head_dim)) {}
+  float* max = nullptr;     // [rows] the largest score so far
+  float* sum = nullptr;     // [rows] of the exponentials beside it
+  float* values = nullptr;  // [rows][head_dim] Σ p · v
+};
+
 // What one worker needs for one tile of the forward.
 struct TileScratch {
   TileScratch(const PlanImpl& plan, const TileShape& shape, Carver& carver) {
     const int64_t rows = shape.rows, d = plan.head_dim;
     queries = carver.Take<uint32_t>(rows * d);
     scores = carver.Take<float>(rows * shape.score_stride);
-    sums = carver.Take<float>(rows * d);
-    row_max = carver.Take<float>(rows);
-    row_sum = carver.Take<float>(rows);
+    part = RowStates(rows, d, carver);
+    total = RowStates(rows, d, carver);
     panels = carver.Take<uint32_t>(kChunk * d);
     values = carver.Take<uint32_t>(kChunk * d);
     query_ptrs = carver.Take<const uint32_t*>(rows);
@@ -171,9 +191,7 @@ struct TileScratch {
 
   uint32_t* queries = nullptr;              // [rows][words]
   float* scores = nullptr;                  // [rows][score_stride]
-  float* sums = nullptr;                    // [rows][head_dim], Σ p · v so far
-  float* row_max = nullptr;                 // [rows]
-  float* row_sum = nullptr;                 // [rows]
+  RowStates part, total;                    // of a segment, and of all that came before
   uint32_t* panels = nullptr;               // [kChunk / 16][words][16]
   uint32_t* values = nullptr;               // [kChunk / per_word][head_dim]
   const uint32_t** query_ptrs = nullptr;    // [rows] into queries, or into q itself
