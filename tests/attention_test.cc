@@ -468,6 +468,54 @@ TEST_F(Attention, AFewQueriesOverALongCacheAgreeWithTheReference) {
   }
 }
 
+TEST_F(Attention, AFewQueriesReadInPiecesByManyThreadsGiveTheBitsOfATileOfMany) {
+  ThreadPool pool(16);  // more than cores: workers are interrupted anywhere
+  Random random(29);
+  int n = 0;
+  for (const Policy policy : {Policy::kDense, Policy::kPhsa, Policy::kInfllm2_64, Policy::kQuest, Policy::kPhsa,
+                              Policy::kInfllm2, Policy::kPhsa}) {
+    AttentionCase c;
+    c.seed = random();
+    c.settings.parts = n < 4 ? 1 : 2 << (n - 4);
+    c.settings.survivors = n % 2 == 0 ? 70 : 0;
+    c.dtype = n++ % 3;
+    c.group = 3;
+    c.num_kv_heads = 2;
+    c.settings.policy = policy;
+    if (policy == Policy::kInfllm2_64) c.settings.block_size = 64;
+    c.settings.init_tokens = 128;
+    c.settings.local_tokens = 512;
+    c.settings.top_k = 40;  // two windows of chosen blocks
+    c.kv_lens = {5003, 700};
+    c.first = {4970, 660};
+    const AttentionData data = MakeData(c);
+    SCOPED_TRACE(Describe(c));
+    ForEachTarget([&] {
+      if (std::string(phsa_target()) == "reference") return;  // has no pieces
+      const AttentionResult tiles = RunCase(c, data);
+      for (const int32_t queries : {1, 4, 20}) {
+        AttentionCase few = c;
+        for (size_t s = 0; s < c.kv_lens.size(); ++s) few.first[s] = c.kv_lens[s] - queries;
+        RunOptions options;
+        options.executor = pool.executor();
+        const AttentionResult pieces = RunCase(few, data, options);
+        for (size_t s = 0; s < c.kv_lens.size(); ++s) {
+          const auto same = [&](const auto& of_tiles, const auto& of_pieces) {
+            const size_t row = of_tiles[s].size() / Index(c.kv_lens[s]), begin = Index(few.first[s]) * row;
+            return std::memcmp(of_tiles[s].data() + begin, of_pieces[s].data() + begin,
+                               Index(queries) * row * sizeof(of_tiles[s][0])) == 0;
+          };
+          EXPECT_TRUE(same(tiles.out, pieces.out)) << queries << " queries of sequence " << s;
+          EXPECT_TRUE(same(tiles.lse, pieces.lse)) << queries << " queries of sequence " << s;
+          EXPECT_TRUE(same(tiles.selection, pieces.selection)) << queries << " queries of sequence " << s;
+          EXPECT_TRUE(same(tiles.scores, pieces.scores)) << queries << " queries of sequence " << s;
+        }
+      }
+    });
+    if (HasFailure()) return;
+  }
+}
+
 TEST_F(Attention, PagesGiveTheBitsOfContiguousKeys) {
   Random random(6);
   for (int n = 0; n < 30; ++n) {

@@ -36,11 +36,12 @@ inline void Pause() {
 // belongs to the job of its ticket whenever its swap succeeds.
 struct ThreadPool::Impl {
   std::mutex run_mutex;  // one caller at a time
-  std::atomic<uint64_t> ticket{0};
+  // On lines of their own: who waits for a ticket looks at it all the time, and who ends a task counts down.
+  alignas(64) std::atomic<uint64_t> ticket{0};
   std::atomic<void (*)(void*, int32_t, int32_t)> fn{nullptr};
   std::atomic<void*> arg{nullptr};
   std::atomic<int32_t> tasks{0};
-  std::atomic<int32_t> unfinished{0};
+  alignas(64) std::atomic<int32_t> unfinished{0};
   std::atomic<bool> stop{false};
 
   // For those who sleep. Each raises its flag before it looks for work a last time; whoever brings work looks at the

@@ -21,6 +21,9 @@ constexpr int32_t kMaxRows = 384;
 constexpr int32_t kMinRows = 48;
 constexpr int64_t kRowsCache = 640 * 1024;
 constexpr int32_t kTasksPerThread = 6;
+// Bytes of weights times rows of x of the smallest task: some microseconds of work. Handing a task over costs a tenth of
+// one for each of the other threads, so small products have one task a thread.
+constexpr int64_t kLeastWork = 64 * 1024;
 
 const Product& ProductOf(WeightType weights, ActivationType activations) {
   const Product& product = ops::ActiveKernels().products[static_cast<int>(weights)][static_cast<int>(activations)];
@@ -193,8 +196,11 @@ void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activati
   if (panels == 0) return;
   // Tiles take 4 panels of a row at a time, where there are enough for all threads.
   const int32_t step = panels >= 8 * threads ? 4 : panels >= 4 * threads ? 2 : 1;
-  const int64_t wanted = std::max<int64_t>(1, (threads == 1 ? 1 : kTasksPerThread * threads) / row_tasks);
-  call.panels_per_task = static_cast<int32_t>(std::max<int64_t>(step, panels / wanted / step * step));
+  const int64_t work = panels * call.layout.bytes * std::min(m, call.rows_per_task);
+  const int64_t per_thread = std::clamp<int64_t>(work / (kLeastWork * threads), 1, kTasksPerThread);
+  const int64_t wanted = std::max<int64_t>(1, (threads == 1 ? 1 : per_thread * threads) / row_tasks);
+  const int64_t each = per_thread == 1 ? (panels + wanted - 1) / wanted : panels / wanted / step * step;
+  call.panels_per_task = static_cast<int32_t>(std::max<int64_t>(per_thread == 1 ? 1 : step, each));
   for (const LinearOutput& output : outputs) {
     call.panel_tasks += (NumPanels(output) + call.panels_per_task - 1) / call.panels_per_task;
   }

@@ -50,9 +50,9 @@ class HeadGradients {
     }
     for (int32_t t = 0; t < seq_.kv_len; t += kPanel) {
       const int32_t count = std::min(kPanel, seq_.kv_len - t);
-      kernels_.f32.pack_panel(Key(t), kv_.k_token_stride, plan_.dtype, count, d, s_.key_panels + int64_t{t} * d);
-      kernels_.f32.pack_panel(At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, seq_index_, t, kv_head_)),
-                              kv_.v_token_stride, plan_.dtype, count, d, s_.value_panels + int64_t{t} * d);
+      PackPanel(kernels_.f32, Key(t), kv_.k_token_stride, plan_.dtype, count, d, s_.key_panels + int64_t{t} * d);
+      PackPanel(kernels_.f32, At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, seq_index_, t, kv_head_)),
+                kv_.v_token_stride, plan_.dtype, count, d, s_.value_panels + int64_t{t} * d);
     }
     for (int32_t begin = 0; begin < seq_.kv_len; begin += shape_.queries) {
       begin_ = begin;

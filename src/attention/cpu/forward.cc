@@ -70,7 +70,7 @@ class TileAttention {
   void RunChosen(const RowStates* states, int32_t windows) {
     LoadQueries();
     LongestList();
-    BlockLists::Reset(s_.block_head, s_.block_bits, call_.shape.blocks);
+    if (NumLists() > 1) BlockLists::Reset(s_.block_head, s_.block_bits, call_.shape.blocks);
     for (int32_t window = 0; window < windows; ++window) Chosen(window, states[window]);
   }
   void Join(const RowStates* states, int32_t count) {
@@ -152,9 +152,8 @@ class TileAttention {
   void PackChunk(int32_t lo, int32_t hi, int32_t chunk) {
     for (int32_t t = lo / kPanel * kPanel; t < hi; t += kPanel) {
       const int32_t n = std::min(kPanel, hi - t);
-      products_.pack_panel(At(kv_.k, plan_.dtype, KeyOffset(plan_, kv_, tile_.seq, t, tile_.kv_head)),
-                           kv_.k_token_stride, plan_.dtype, n, plan_.head_dim,
-                           s_.panels + (t - chunk) / kPanel * panel_size_);
+      PackPanel(products_, At(kv_.k, plan_.dtype, KeyOffset(plan_, kv_, tile_.seq, t, tile_.kv_head)),
+                kv_.k_token_stride, plan_.dtype, n, plan_.head_dim, s_.panels + (t - chunk) / kPanel * panel_size_);
       if (!ValuesInPlace()) {
         products_.pack_values(At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, tile_.seq, t, tile_.kv_head)),
                               kv_.v_token_stride, plan_.dtype, n, plan_.head_dim,
@@ -214,6 +213,10 @@ class TileAttention {
     Begin(states);
     const int32_t m = plan_.block, window = call_.shape.window();
     const int32_t first = window_index * window;
+    if (NumLists() == 1) {
+      ChosenOfOne(s_.lists_of_tile + first, std::min(s_.list_counts[0] - first, window));
+      return;
+    }
     BlockLists blocks(s_.block_head, s_.block_bits, s_.next_entry, window);
     for (int32_t list = 0; list < NumLists(); ++list) {
       const int32_t* chosen = s_.lists_of_tile + int64_t{list} * call_.shape.slots;
@@ -231,6 +234,37 @@ class TileAttention {
     blocks.Clear();
   }
 
+  // The same where there is one list, as in decoding: the blocks lie side by side as the keys of the band do, so that
+  // products run over several at once.
+  void ChosenOfOne(const int32_t* chosen, int32_t count) {
+    const int32_t m = plan_.block, at_once = kChunk / m, words = m / products_.per_word;
+    for (int32_t j = 0; j < count; j += at_once) {
+      const int32_t n = std::min(at_once, count - j);
+      for (int32_t i = 0; i < n * m; i += kPanel) {
+        const int32_t token = chosen[j + i / m] * m + i % m;
+        PackPanel(products_, At(kv_.k, plan_.dtype, KeyOffset(plan_, kv_, tile_.seq, token, tile_.kv_head)),
+                  kv_.k_token_stride, plan_.dtype, kPanel, plan_.head_dim, s_.panels + i / kPanel * panel_size_);
+      }
+      for (int32_t r = 0; r < rows_; ++r) s_.list_scores[r] = s_.score_ptrs[r] + j * m;
+      products_.dot(s_.query_ptrs, rows_, s_.panels, n * m / kPanel, call_.words, s_.list_scores);
+    }
+    if (count > 0) {
+      for (int32_t r = 0; r < rows_; ++r) Softmax(r, count * m);
+    }
+    for (int32_t j = 0; j < count; j += at_once) {
+      const int32_t n = std::min(at_once, count - j);
+      for (int32_t i = 0; i < n; ++i) {
+        const int32_t token = chosen[j + i] * m;
+        products_.pack_values(At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, tile_.seq, token, tile_.kv_head)),
+                              kv_.v_token_stride, plan_.dtype, m, plan_.head_dim,
+                              s_.values + int64_t{i} * words * plan_.head_dim);
+      }
+      for (int32_t r = 0; r < rows_; ++r) s_.list_scores[r] = s_.score_ptrs[r] + j * words;
+      products_.accumulate(reinterpret_cast<const uint32_t* const*>(s_.list_scores), rows_, n * words, s_.values,
+                           plan_.head_dim, plan_.head_dim, s_.sum_ptrs);
+    }
+  }
+
   // scores of the block's keys with the rows that chose it, each at its place in its row.
   void ScoreBlock(const BlockLists& blocks, int32_t block) {
     const int32_t m = plan_.block;
@@ -240,8 +274,8 @@ class TileAttention {
     } else {
       const void* k = At(kv_.k, plan_.dtype, KeyOffset(plan_, kv_, tile_.seq, block * m, tile_.kv_head));
       for (int32_t p = 0; p < m / kPanel; ++p) {
-        products_.pack_panel(At(k, plan_.dtype, int64_t{p} * kPanel * kv_.k_token_stride), kv_.k_token_stride,
-                             plan_.dtype, kPanel, plan_.head_dim, s_.panels + p * panel_size_);
+        PackPanel(products_, At(k, plan_.dtype, int64_t{p} * kPanel * kv_.k_token_stride), kv_.k_token_stride,
+                  plan_.dtype, kPanel, plan_.head_dim, s_.panels + p * panel_size_);
       }
     }
     int32_t n = 0;
@@ -344,8 +378,8 @@ void PackHeads(const Call& call, int32_t seq, int32_t head_begin, int32_t heads)
     uint32_t* values = call.shared.packed_values + slot * call.shared.packed_head_size;
     for (int32_t t = begin; t < std::min(kv_len, begin + kTokensPerTask); t += kPanel) {
       const int32_t n = std::min(kPanel, kv_len - t);
-      call.products.pack_panel(At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, t, kv_head)), kv.k_token_stride,
-                               plan.dtype, n, d, keys + int64_t{t} * call.words);
+      PackPanel(call.products, At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, t, kv_head)), kv.k_token_stride,
+                plan.dtype, n, d, keys + int64_t{t} * call.words);
       call.products.pack_values(At(kv.v, plan.dtype, ValueOffset(plan, kv, seq, t, kv_head)), kv.v_token_stride,
                                 plan.dtype, n, d, values + int64_t{t / call.products.per_word} * d);
     }

@@ -170,14 +170,15 @@ void Merge(const float* from, float from_max, float from_sum, int n, float facto
 
 #include "attention/cpu/turn16_avx512-inl.h"
 
-void PackPanel(const void* src, int64_t stride, int32_t dtype, int rows, int elements, uint32_t* dst) {
+void PackPanel(const void* const* src, int32_t dtype, int rows, int elements, uint32_t* dst) {
   const F d;
-  WithType(src, dtype, [&](const auto* p) {
+  WithType(src[0], dtype, [&](const auto* first) {
     for (int c = 0; c < elements; c += 16) {
       __m512i x[16];
       HWY_UNROLL(16)
       for (int r = 0; r < 16; ++r) {
-        x[r] = r < rows ? _mm512_castps_si512(LoadAsF32(d, p + r * stride + c).raw) : _mm512_setzero_si512();
+        x[r] = r < rows ? _mm512_castps_si512(LoadAsF32(d, static_cast<decltype(first)>(src[r]) + c).raw)
+                        : _mm512_setzero_si512();
       }
       Turn16(x);
       HWY_UNROLL(16)
@@ -212,7 +213,7 @@ HWY_INLINE void Turn4x4(const float* const* row, int c, float* o) {
 
 // Rows of 16-bit elements are widened first; then 4 × 4 words at a time are turned, which every target does in eight
 // shuffles of 128 bits.
-void PackPanel(const void* src, int64_t stride, int32_t dtype, int rows, int elements, uint32_t* dst) {
+void PackPanel(const void* const* src, int32_t dtype, int rows, int elements, uint32_t* dst) {
   float* out = reinterpret_cast<float*>(dst);
   HWY_ALIGN float wide[4][512];
   for (int r = 0; r < kPanel; r += 4) {
@@ -222,9 +223,9 @@ void PackPanel(const void* src, int64_t stride, int32_t dtype, int rows, int ele
         std::memset(wide[i], 0, sizeof(float) * static_cast<size_t>(elements));
         row[i] = wide[i];
       } else if (dtype == PHSA_F32) {
-        row[i] = static_cast<const float*>(src) + (r + i) * stride;
+        row[i] = static_cast<const float*>(src[r + i]);
       } else {
-        ToF32(static_cast<const uint16_t*>(src) + (r + i) * stride, dtype, elements, wide[i]);
+        ToF32(src[r + i], dtype, elements, wide[i]);
         row[i] = wide[i];
       }
     }
@@ -296,6 +297,7 @@ HWY_NOINLINE void TileRows(const float* const* a, int rows, const float* b, int6
   };
   tile(std::integral_constant<int, kRows>());
   tile(std::integral_constant<int, 4>());
+  tile(std::integral_constant<int, 3>());
   tile(std::integral_constant<int, 2>());
   tile(std::integral_constant<int, 1>());
 }

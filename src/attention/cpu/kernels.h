@@ -24,9 +24,9 @@ inline constexpr int kPanel = 16;  // keys per panel, whatever the vector length
 struct Products {
   int per_word;  // elements per word: 1 (f32) or 2 (bf16)
 
-  // dst[w][i] = word w of row i for i < rows, 0 for rows <= i < 16. src: rows of `elements` elements of `dtype`,
-  // `stride` elements apart. per_word == 2 takes bf16 only.
-  void (*pack_panel)(const void* src, int64_t stride, int32_t dtype, int rows, int elements, uint32_t* dst);
+  // dst[w][i] = word w of row i for i < rows, 0 for rows <= i < 16. src[i]: a row of `elements` elements of `dtype`.
+  // per_word == 2 takes bf16 only.
+  void (*pack_panel)(const void* const* src, int32_t dtype, int rows, int elements, uint32_t* dst);
   // dst[r][c] (r < rows / per_word): V as words. An odd last row is paired with zeros.
   void (*pack_values)(const void* src, int64_t stride, int32_t dtype, int rows, int columns, uint32_t* dst);
   // c[r][16 p + i] = Σ_w a[r][w] · panels[p][w][i]: rows × panels dot products. A panel has `words` · 16 words.

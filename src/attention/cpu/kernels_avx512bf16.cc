@@ -67,6 +67,9 @@ void TileRows(const uint32_t* const* a, int rows, const uint32_t* b, int64_t vec
   for (; r + 4 <= rows; r += 4) {
     Tile<4, Vectors, kAccumulate>(a + r, b, vector_stride, k_stride, k_count, c + r, column);
   }
+  for (; r + 3 <= rows; r += 3) {
+    Tile<3, Vectors, kAccumulate>(a + r, b, vector_stride, k_stride, k_count, c + r, column);
+  }
   for (; r + 2 <= rows; r += 2) {
     Tile<2, Vectors, kAccumulate>(a + r, b, vector_stride, k_stride, k_count, c + r, column);
   }
@@ -98,8 +101,7 @@ void Accumulate(const uint32_t* const* p, int rows, int words, const uint32_t* v
 }
 
 // A pair of bf16 is one word, so a panel of bf16 is a turned matrix of words: 16 × 16 of them at a time in registers.
-void PackPanel(const void* src, int64_t stride, int32_t /*dtype*/, int rows, int elements, uint32_t* dst) {
-  const auto* in = static_cast<const uint16_t*>(src);
+void PackPanel(const void* const* src, int32_t /*dtype*/, int rows, int elements, uint32_t* dst) {
   const int words = elements / 2;
   for (int c = 0; c < words; c += 16) {
     const int n = words - c < 16 ? words - c : 16;
@@ -107,7 +109,8 @@ void PackPanel(const void* src, int64_t stride, int32_t /*dtype*/, int rows, int
     __m512i x[16];
 #pragma GCC unroll 16
     for (int r = 0; r < 16; ++r) {
-      x[r] = r < rows ? _mm512_maskz_loadu_epi32(mask, in + r * stride + 2 * c) : _mm512_setzero_si512();
+      x[r] = r < rows ? _mm512_maskz_loadu_epi32(mask, static_cast<const uint16_t*>(src[r]) + 2 * c)
+                      : _mm512_setzero_si512();
     }
     Turn16(x);
 #pragma GCC unroll 16

@@ -69,22 +69,13 @@ void RepresentRow(const PlanImpl& plan, const Kernels& kernels, const KeyValues&
 }
 
 // Panel p of a sequence's representatives: rows 16 p and on, those that exist.
-void PackRepPanel(const Call& call, int32_t seq, int32_t kv_head, int32_t panel, uint32_t* rows_scratch,
-                  uint32_t* dst) {
+void PackRepPanel(const Call& call, int32_t seq, int32_t kv_head, int32_t panel, uint32_t* dst) {
   const PlanImpl& plan = call.plan;
   const int32_t first = panel * kPanel;
-  const int32_t rows = std::min(kPanel, plan.NumRepRows(plan.seqs[seq].kv_len) - first);
-  const void* src = call.reps.Row(seq, first, kv_head);
-  int64_t stride = call.reps.row_stride();
-  if (!call.reps.Contiguous(first, rows)) {
-    for (int32_t i = 0; i < rows; ++i) {
-      std::memcpy(At(static_cast<void*>(rows_scratch), plan.dtype, int64_t{i} * plan.rep_width),
-                  call.reps.Row(seq, first + i, kv_head), DtypeSize(plan.dtype) * static_cast<size_t>(plan.rep_width));
-    }
-    src = rows_scratch;
-    stride = plan.rep_width;
-  }
-  call.products.pack_panel(src, stride, plan.dtype, rows, plan.rep_width, dst);
+  const int32_t count = std::min(kPanel, plan.NumRepRows(plan.seqs[seq].kv_len) - first);
+  const void* rows[kPanel];
+  for (int32_t i = 0; i < count; ++i) rows[i] = call.reps.Row(seq, first + i, kv_head);
+  call.products.pack_panel(rows, plan.dtype, count, plan.rep_width, dst);
 }
 
 // quest: Σ_c max(q_c · hi_c, q_c · lo_c) is the dot product of (hi, lo) with (q where positive, q where negative).
@@ -108,14 +99,9 @@ void SplitSigns(const PlanImpl& plan, const void* q, int32_t per_word, void* dst
   }
 }
 
-// Part `part` of block `block`, from where it is kept, or from the keys.
-void CopyPart(const Call& call, int32_t seq, int32_t kv_head, int32_t block, int32_t part, void* dst) {
+// Part `part` of block `block`, from the keys.
+void MakePart(const Call& call, int32_t seq, int32_t kv_head, int32_t block, int32_t part, void* dst) {
   const PlanImpl& plan = call.plan;
-  if (plan.PartsInReps()) {
-    const size_t bytes = DtypeSize(plan.dtype) * static_cast<size_t>(plan.rep_width);
-    std::memcpy(dst, call.reps.Row(seq, block * plan.parts + part, kv_head), bytes);
-    return;
-  }
   const KeyValues& kv = call.params.kv;
   const int32_t m = plan.block / plan.parts, token = block * plan.block;
   const void* keys = At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, token, kv_head));
@@ -126,17 +112,23 @@ void CopyPart(const Call& call, int32_t seq, int32_t kv_head, int32_t block, int
                             m, plan.head_dim, weight, dst);
 }
 
-// The parts of `count` blocks, at most 16: a panel has one part of each.
+// The parts of `count` blocks, at most 16: a panel has one part of each. rows_scratch: for parts that are kept nowhere.
 void PackParts(const Call& call, int32_t seq, int32_t kv_head, const int32_t* blocks, int32_t count,
                uint32_t* rows_scratch, uint32_t* dst) {
   const PlanImpl& plan = call.plan;
+  const void* rows[kPanel];
   for (int32_t p = 0; p < plan.parts; ++p) {
     for (int32_t i = 0; i < count; ++i) {
-      CopyPart(call, seq, kv_head, blocks[i], p,
-               At(static_cast<void*>(rows_scratch), plan.dtype, int64_t{i} * plan.rep_width));
+      if (plan.PartsInReps()) {  // a block's parts are neighbours
+        rows[i] = p == 0 ? call.reps.Row(seq, blocks[i] * plan.parts, kv_head)
+                         : At(rows[i], plan.dtype, call.reps.row_stride());
+        continue;
+      }
+      void* const row = At(static_cast<void*>(rows_scratch), plan.dtype, int64_t{i} * plan.rep_width);
+      MakePart(call, seq, kv_head, blocks[i], p, row);
+      rows[i] = row;
     }
-    call.products.pack_panel(rows_scratch, plan.rep_width, plan.dtype, count, plan.rep_width,
-                             dst + int64_t{p} * call.rep_words * kPanel);
+    call.products.pack_panel(rows, plan.dtype, count, plan.rep_width, dst + int64_t{p} * call.rep_words * kPanel);
   }
 }
 
@@ -184,7 +176,7 @@ void ScoreRows(const Call& call, const Tile& tile, const TileScratch& scratch, i
       source = call.shared.panels + packed + (int64_t{tile.kv_head} * PaddedReps(plan, seq) / kPanel + p) * panel_size;
     } else {
       for (int32_t i = 0; i < n; ++i) {
-        PackRepPanel(call, tile.seq, tile.kv_head, p + i, scratch.rep_rows, scratch.rep_panels + i * panel_size);
+        PackRepPanel(call, tile.seq, tile.kv_head, p + i, scratch.rep_panels + i * panel_size);
       }
     }
     for (int32_t r = first; r < first + rows; ++r) {
@@ -585,10 +577,9 @@ void PackReps(const Call& call) {
     const int32_t kv_head = static_cast<int32_t>(task % plan.num_kv_heads);
     const int32_t panels = PaddedReps(plan, plan.seqs[s]) / kPanel;
     const int32_t begin = static_cast<int32_t>(task / plan.num_kv_heads) * kPanelsPerTask;
-    alignas(64) uint32_t rows[16 * 512];
     for (int32_t p = begin; p < std::min(panels, begin + kPanelsPerTask); ++p) {
       PackRepPanel(
-          call, s, kv_head, p, rows,
+          call, s, kv_head, p,
           call.shared.panels + call.shared.panel_starts[s] + (int64_t{kv_head} * panels + p) * call.rep_words * kPanel);
     }
   });

@@ -24,12 +24,6 @@ class RepView {
                  : RepOffset(*plan_, *kv_, seq, row, kv_head);
     return At(base_, plan_->dtype, offset);
   }
-  // Whether rows [first, first + count) lie row_stride apart.
-  bool Contiguous(int32_t first, int32_t count) const {
-    if (packed() || plan_->page_size == 0) return true;
-    const int32_t per_page = plan_->page_size / plan_->rep_stride;
-    return first / per_page == (first + count - 1) / per_page;
-  }
 
  private:
   const PlanImpl* plan_;

@@ -34,6 +34,14 @@ inline void* At(void* base, int32_t dtype, int64_t offset) {
   return static_cast<std::byte*>(base) + offset * static_cast<int64_t>(DtypeSize(dtype));
 }
 
+// Rows that lie `stride` elements apart as a panel.
+inline void PackPanel(const Products& products, const void* src, int64_t stride, int32_t dtype, int32_t rows,
+                      int32_t elements, uint32_t* dst) {
+  const void* at[kPanel];
+  for (int32_t i = 0; i < rows; ++i) at[i] = At(src, dtype, i * stride);
+  products.pack_panel(at, dtype, rows, elements, dst);
+}
+
 // One tile: queries at positions [begin, end) of a sequence, all heads of one KV head. Tiles start at multiples of
 // TileShape::queries, so that a block of queries is never split more than the caller's chunks split it.
 struct Tile {

@@ -164,7 +164,6 @@ struct TileScratch {
     rep_queries = carver.Take<uint32_t>(shape.score_rows * width);
     rep_scores = carver.Take<float>(int64_t{shape.score_rows} * shape.padded_reps);
     rep_panels = carver.Take<uint32_t>(4 * kPanel * width);
-    rep_rows = carver.Take<uint32_t>(kPanel * width);
     rep_query_ptrs = carver.Take<const uint32_t*>(shape.score_rows);
     rep_score_ptrs = carver.Take<float*>(shape.score_rows);
     rep_weights = carver.Take<float>(shape.score_rows);
@@ -208,7 +207,6 @@ struct TileScratch {
   uint32_t* rep_queries = nullptr;   // [score_rows][rep_width] as the scores want them
   float* rep_scores = nullptr;       // [score_rows][padded_reps]
   uint32_t* rep_panels = nullptr;    // [4][rep_width][16]
-  uint32_t* rep_rows = nullptr;      // [16][rep_width] rows of one panel, gathered over pages
   const uint32_t** rep_query_ptrs = nullptr;
   float** rep_score_ptrs = nullptr;
   float* rep_weights = nullptr;   // [score_rows]
