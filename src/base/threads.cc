@@ -41,8 +41,8 @@ struct ThreadPool::Impl {
   std::atomic<void (*)(void*, int32_t, int32_t)> fn{nullptr};
   std::atomic<void*> arg{nullptr};
   std::atomic<int32_t> tasks{0};
-  alignas(64) std::atomic<int32_t> unfinished{0};
   std::atomic<bool> stop{false};
+  alignas(64) std::atomic<int32_t> unfinished{0};
 
   // For those who sleep. Each raises its flag before it looks for work a last time; whoever brings work looks at the
   // flag after bringing it. Both sequentially consistent: at least one sees the other, so no wake-up is lost.
