@@ -13,7 +13,9 @@
 #include "engine/memory_plan.h"
 #include "engine/sampler.h"
 #include "engine/sampling_choice.h"
+#include "engine/scheduler.h"
 #include "engine/session.h"
+#include "engine/speculation.h"
 #include "engine/stop_strings.h"
 #include "fake_engine.h"
 #include "io/json.h"
@@ -291,6 +293,138 @@ size_t TokensUntilNoticed(size_t before, size_t part, size_t most) {
     if (watch.Next(tokens)) return at + 1 - before;
   }
   return most;
+}
+
+TEST(PromptLookup, ADraftIsWhatFollowedTheLongestAgreement) {
+  PromptLookup lookup;
+  const auto append = [&](std::initializer_list<int32_t> tokens) {
+    for (const int32_t token : tokens) lookup.Append(token);
+  };
+  const auto draft = [&](size_t most) {
+    const std::span<const int32_t> tokens = lookup.Draft(most);
+    return std::vector<int32_t>(tokens.begin(), tokens.end());
+  };
+  EXPECT_EQ(draft(4), std::vector<int32_t>{});
+  append({9, 1, 2, 3, 4, 5, 8, 1, 2, 3, 6, 7});
+  EXPECT_EQ(draft(4), std::vector<int32_t>{});  // 3, 6, 7 stands nowhere else
+  append({5, 1, 2, 3});
+  EXPECT_EQ(draft(2), (std::vector<int32_t>{6, 7}));  // the latest of two that agree in three
+  append({0, 9, 1, 2, 3});
+  EXPECT_EQ(draft(3), (std::vector<int32_t>{4, 5, 8}));  // four agree there, three in the later ones
+  append({4});
+  EXPECT_EQ(draft(100).size(), 17u);  // to the end of the text
+  EXPECT_EQ(draft(0).size(), 0u);
+}
+
+TEST(SpeculationPace, WrongDraftsCostAtMostTwoPercentAndOneStepAndRightOnesLengthen) {
+  SpeculationPace wrong;
+  double spent = 0, plain = 0;
+  EXPECT_EQ(wrong.Most(), 0u);  // nothing is known of steps yet
+  for (int i = 0; i < 1000; ++i) {
+    const size_t tried = wrong.Most();
+    const double seconds = 1 + 0.3 * static_cast<double>(tried);
+    if (tried == 0) {
+      wrong.Plain(seconds);
+    } else {
+      wrong.Tried(tried, 0, seconds);
+    }
+    spent += seconds;
+    plain += 1;
+  }
+  EXPECT_GT(spent, plain);  // some were tried
+  EXPECT_LE(spent, 1.02 * plain + 1.3);
+
+  SpeculationPace right;
+  right.Plain(1);
+  size_t longest = 0;
+  for (int i = 0; i < 40; ++i) {
+    const size_t tried = std::max<size_t>(right.Most(), 1);
+    right.Tried(tried, tried, 1 + 0.2 * static_cast<double>(tried));
+    longest = std::max(longest, tried);
+  }
+  EXPECT_EQ(longest, 16u);
+}
+
+// Prompts that repeat themselves, so that there is something to look up.
+std::vector<int32_t> RepeatingTokens(uint32_t seed) {
+  const std::vector<int32_t> part = Tokens(60, seed);
+  std::vector<int32_t> text;
+  for (int i = 0; i < 4; ++i) text.insert(text.end(), part.begin(), part.end());
+  return text;
+}
+
+TEST(Session, SpeculationWritesTheTextOfPlainDecoding) {
+  for (const Policy policy : {Policy::kDense, Policy::kPhsa, Policy::kInfllm2_64}) {
+    const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(1024, 32, SmallSettings(policy, 2)));
+    int32_t accepted = 0, wrong = 0;
+    for (uint32_t seed = 1; seed <= 8; ++seed) {
+      GenerateOptions options;
+      options.max_tokens = 200;
+      options.ignore_eos = true;
+      options.sampler = {.temperature = seed % 2 == 0 ? 0.4f : 0.0f, .seed = seed};
+      options.sampler.repetition_penalty = seed % 4 == 3 ? 1.2f : 1.0f;
+      options.log_probabilities = 2;
+      if (seed == 5) options.stops = {"x7"};
+      const std::vector<int32_t> prompt = RepeatingTokens(seed);
+      const GenerateResult plain = Session(*engine).Generate(prompt, options, {});
+      options.speculation = Speculation::kNgram;
+      Session session(*engine);
+      std::string told;
+      GenerateCallbacks callbacks;
+      callbacks.text = [&](std::string_view text) { told += text; };
+      const GenerateResult fast = session.Generate(prompt, options, callbacks);
+      EXPECT_EQ(plain.tokens, fast.tokens);
+      EXPECT_EQ(plain.text, fast.text);
+      EXPECT_EQ(plain.text, told);
+      EXPECT_EQ(plain.reason, fast.reason);
+      ASSERT_EQ(plain.log_probabilities.size(), fast.log_probabilities.size());
+      for (size_t i = 0; i < plain.log_probabilities.size(); ++i) {
+        EXPECT_EQ(plain.log_probabilities[i].value, fast.log_probabilities[i].value) << i;
+      }
+      // What was read is the text, and it goes on from there as it would have.
+      std::vector<int32_t> text = Joined(prompt, fast.tokens);
+      text.resize(static_cast<size_t>(session.sequence().length()));
+      EXPECT_EQ(session.sequence().tokens(), text);
+      text = Joined(prompt, fast.tokens);
+      text.push_back(3);
+      GenerateOptions greedy;
+      greedy.max_tokens = 5;
+      greedy.ignore_eos = true;
+      greedy.sampler.temperature = 0;
+      EXPECT_EQ(session.Generate(text, greedy, {}).tokens, Session(*engine).Generate(text, greedy, {}).tokens);
+      accepted += fast.accepted_tokens;
+      wrong += fast.drafted_tokens - fast.accepted_tokens;
+
+      Request request;
+      request.prompt = prompt;
+      request.options = options;
+      std::vector<Request> requests;
+      requests.push_back(std::move(request));
+      const GenerateResult served = GenerateAll(*engine, std::move(requests), 4).front();
+      EXPECT_EQ(plain.tokens, served.tokens);
+      EXPECT_EQ(plain.text, served.text);
+      EXPECT_EQ(plain.reason, served.reason);
+    }
+    EXPECT_GT(accepted, 0);
+    EXPECT_GT(wrong, 0);
+  }
+}
+
+TEST(Session, SpeculationFillsTheContextToItsLastToken) {
+  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(300, 32));
+  GenerateOptions options;
+  options.max_tokens = 1000;
+  options.ignore_eos = true;
+  options.sampler.temperature = 0;
+  const GenerateResult plain = Session(*engine).Generate(RepeatingTokens(1), options, {});
+  options.speculation = Speculation::kNgram;
+  const GenerateResult fast = Session(*engine).Generate(RepeatingTokens(1), options, {});
+  EXPECT_EQ(plain.tokens, fast.tokens);
+  EXPECT_EQ(fast.reason, StopReason::kContextFull);
+}
+
+TEST(Speculation, NamesThatThereAreNotAreRefused) {
+  EXPECT_EQ(Refusal([] { (void)SpeculationFromName("eagle"); }), "--speculate is \"eagle\"; allowed: none, ngram");
 }
 
 TEST(RepetitionWatch, APartThatStandsThereFourTimesIsALoop) {

@@ -10,6 +10,7 @@
 #include "base/mapped_file.h"
 #include "cli/terminal.h"
 #include "engine/attention_choice.h"
+#include "engine/speculation.h"
 #include "eval/query_blocks.h"
 #include "grammar/grammar.h"
 #include "io/model_store.h"
@@ -176,12 +177,21 @@ void AddSamplingFlags(CLI::App& command, SamplingFlags& flags) {
                 fmt::format("go on where the answer repeats the same tokens {} times over; without, it ends there",
                             RepetitionWatch::kTimes))
       ->group(group);
+  AddSpeculateFlag(command, flags.speculate)->group(group);
   CLI::Option* const grammar =
       command.add_option("--grammar", flags.grammar_file, "the answer follows this file's grammar (GBNF)")
           ->group(group);
   command.add_option("--json-schema", flags.schema_file, "the answer is JSON that fulfils this file's schema")
       ->group(group)
       ->excludes(grammar);
+}
+
+CLI::Option* AddSpeculateFlag(CLI::App& command, std::string& name) {
+  return command
+      .add_option("--speculate", name,
+                  "ngram: try what followed the last words where the text has them before, several tokens a step; the "
+                  "same answer, sooner where it copies from the text")
+      ->capture_default_str();
 }
 
 GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& config) {
@@ -191,6 +201,7 @@ GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& c
   options.stops = flags.stops;
   options.ignore_eos = flags.ignore_eos;
   options.stop_loops = !flags.allow_loops && !flags.ignore_eos;
+  options.speculation = SpeculationFromName(flags.speculate);
   if (!flags.grammar_file.empty()) {
     options.grammar = CompileGbnf(ReadTextFile(flags.grammar_file, kMaxGrammarBytes), flags.grammar_file);
   } else if (!flags.schema_file.empty()) {

@@ -55,9 +55,10 @@ struct SamplingFlags : SamplingChoice {
   int32_t max_tokens = 512;  // -1: until the end token or a full context
   std::vector<std::string> stops;
   bool ignore_eos = false, allow_loops = false;
-  std::string grammar_file, schema_file;
+  std::string grammar_file, schema_file, speculate = "none";
 };
 void AddSamplingFlags(CLI::App& command, SamplingFlags& flags);
+CLI::Option* AddSpeculateFlag(CLI::App& command, std::string& name);
 // Says so where an answer was ended because it repeated itself.
 void TellOfLoop(const GenerateResult& result);
 GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& config);

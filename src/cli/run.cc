@@ -71,6 +71,10 @@ void Run(const RunFlags& flags) {
         {"attention", Name(attention.front().base.policy)},
         {"read_share", result.tokens_read.share()},
         {"peak_memory_bytes", PeakMemoryBytes()}};
+    if (options.speculation != Speculation::kNone) {
+      line["drafted_tokens"] = result.drafted_tokens;
+      line["accepted_tokens"] = result.accepted_tokens;
+    }
     AddBudget(attention.front().base, &line);
     WriteOut(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
   } else if (unread) {
@@ -82,12 +86,15 @@ void Run(const RunFlags& flags) {
   } else {
     WriteOut("\n");
     Note(
-        "{} prompt tokens{} at {:.0f}/s, first token after {}; {} tokens at {:.1f}/s; {}; {:.0f} % of the tokens "
+        "{} prompt tokens{} at {:.0f}/s, first token after {}; {} tokens at {:.1f}/s{}; {}; {:.0f} % of the tokens "
         "read; peak memory {}",
         result.prompt_tokens,
         result.reused_tokens > 0 ? fmt::format(", {} of them read before,", result.reused_tokens) : "", prefill_speed,
-        DurationInWords(result.prefill_seconds), result.tokens.size(), decode_speed, Name(result.reason),
-        100 * result.tokens_read.share(), BytesInWords(PeakMemoryBytes()));
+        DurationInWords(result.prefill_seconds), result.tokens.size(), decode_speed,
+        options.speculation == Speculation::kNone
+            ? ""
+            : fmt::format(", {} of {} drafted ones right", result.accepted_tokens, result.drafted_tokens),
+        Name(result.reason), 100 * result.tokens_read.share(), BytesInWords(PeakMemoryBytes()));
   }
   TellOfLoop(result);
   SavePromptCache(flags.prompt_cache, session);

@@ -10,6 +10,7 @@
 #include "cli/options.h"
 #include "cli/terminal.h"
 #include "engine/attention_choice.h"
+#include "engine/speculation.h"
 #include "server/service.h"
 #include "server/worker.h"
 
@@ -26,6 +27,7 @@ struct ServeFlags {
   server::ServerOptions server;
   server::WorkerOptions worker;
   server::ServiceOptions service;
+  std::string speculate = "none";
   std::string alias, chat_template, api_key_file, log_file = "-", tls_cert, tls_key;
   int32_t max_tokens = 1024;
   double header_timeout = 10, body_timeout = 30, idle_timeout = 75, write_timeout = 30, grace = 10;
@@ -87,6 +89,7 @@ void RunServe(const ServeFlags& flags) {
   const std::unique_ptr<Engine> engine =
       OpenEngine(std::move(source), std::move(tokenizer), flags.model, attention.front());
 
+  CheckSpeculation(*engine, flags.worker.speculation);
   server::ServedModel model{*engine, id, std::nullopt, ChoiceOf(flags.attention), flags.max_tokens};
   try {
     model.chat_template = ChooseChatTemplate(flags.chat_template, engine->source().chat_template());
@@ -140,6 +143,7 @@ void AddServeCommand(CLI::App& app) {
   command->add_option("-n,--predict", flags->max_tokens, "tokens of an answer in a chat, where a request does not say")
       ->check(CLI::Range(1, 1 << 30))
       ->capture_default_str();
+  AddSpeculateFlag(*command, flags->speculate);
   const std::string limits = "Limits";
   command->add_option("--parallel", flags->worker.max_running, "answers that are written at the same time")
       ->check(CLI::Range(1, 1024))
@@ -198,7 +202,10 @@ void AddServeCommand(CLI::App& app) {
   command->add_option("--log-file", flags->log_file, "a file for the access log; -: standard error; none: no log")
       ->group(access);
   AddAttentionFlags(*command, flags->attention);
-  command->callback([flags] { RunServe(*flags); });
+  command->callback([flags] {
+    flags->worker.speculation = SpeculationFromName(flags->speculate);
+    RunServe(*flags);
+  });
 }
 
 }  // namespace phsa::cli

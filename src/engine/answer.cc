@@ -31,6 +31,13 @@ void CheckPrompt(const Engine& engine, std::span<const int32_t> prompt) {
   engine.CheckTokens(prompt, "the prompt");
 }
 
+void CheckSpeculation(const Engine& engine, Speculation speculation) {
+  if (speculation == Speculation::kNone || engine.device().device == PHSA_DEVICE_CPU) return;
+  ThrowInvalid(
+      "--speculate works on the CPU, where a step of several tokens gives the bits of several steps; leave it out, or "
+      "ask for --device cpu");
+}
+
 // The grammar's tokens, and those that end the answer where the text may end.
 class Answer::GrammarFilter final : public TokenFilter {
  public:
@@ -76,6 +83,7 @@ Answer::Answer(const Engine& engine, const GenerateOptions& options, std::functi
       sampler_(options.sampler),
       decoder_(engine.tokenizer()),
       stops_(options.stops) {
+  CheckSpeculation(engine, options.speculation);
   engine.CheckTokens(options.stop_tokens, "stop_token_ids");
   std::vector<int32_t> biased;
   for (const auto& [token, bias] : options.sampler.logit_bias) biased.push_back(token);

@@ -27,6 +27,9 @@ struct TokenLogProbability {
   std::vector<std::pair<int32_t, float>> top;  // the likeliest tokens, the likeliest first, the lower id where equal
 };
 
+// How tokens are guessed that one step then checks together (engine/speculation.h).
+enum class Speculation : uint8_t { kNone, kNgram };
+
 struct GenerateOptions {
   int32_t max_tokens = 512;
   SamplerSettings sampler;
@@ -38,7 +41,11 @@ struct GenerateOptions {
   bool prompt_log_probabilities = false;     // and of the prompt's, from the second on: all of it is read
   // What the text must be; none: anything. It ends when it is whole; what else ends an answer may cut it short.
   std::shared_ptr<const Grammar> grammar = nullptr;
+  Speculation speculation = Speculation::kNone;  // on the CPU only
 };
+
+// Refuses --speculate on a device whose results depend on how many tokens a step reads.
+void CheckSpeculation(const Engine& engine, Speculation speculation);
 
 enum class StopReason : uint8_t { kEndOfText, kStopString, kStopToken, kMaxTokens, kContextFull, kInterrupted, kLoop };
 const char* Name(StopReason reason);  // "end of text", …
@@ -49,8 +56,9 @@ struct GenerateResult {
   std::vector<TokenLogProbability> log_probabilities, prompt_log_probabilities;  // where they were asked for
   StopReason reason = StopReason::kEndOfText;
   int32_t prompt_tokens = 0, reused_tokens = 0;
-  double prefill_seconds = 0, decode_seconds = 0;  // decode: from the first token to the last
-  TokensRead tokens_read;                          // by the attention, prompt and answer
+  double prefill_seconds = 0, decode_seconds = 0;   // decode: from the first token to the last
+  TokensRead tokens_read;                           // by the attention, prompt and answer
+  int32_t drafted_tokens = 0, accepted_tokens = 0;  // by speculation
 };
 
 // Refuses, with both numbers, a prompt that leaves no room for a token in the context, and tokens that the model has
@@ -65,6 +73,7 @@ class Answer {
 
   // Chooses the next token. logits: of the last token that was read; `read`: all of them, prompt and answer.
   void Choose(const LogitsRow& logits, std::span<const int32_t> read);
+  int32_t chosen() const { return next_; }
   // What the model thought of the prompt's next token.
   void ScorePrompt(const LogitsRow& logits, int32_t next);
   // Takes the chosen token, with its text. True: the answer goes on, and result().tokens.back() is to be read next.

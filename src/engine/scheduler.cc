@@ -10,6 +10,7 @@
 
 #include "base/errors.h"
 #include "engine/prefill_pace.h"
+#include "engine/speculation.h"
 
 namespace phsa {
 namespace {
@@ -29,7 +30,9 @@ struct Job {
       : id(job_id),
         request(std::move(job_request)),
         answer(engine, request.options, request.text),
-        sequence(engine.cache(), request.attention) {}
+        sequence(engine.cache(), request.attention) {
+    if (request.options.speculation == Speculation::kNgram) drafts.emplace(request.prompt);
+  }
 
   // What is to be read before the answer begins or, after a preemption, goes on.
   std::span<const int32_t> prompt() const { return again.empty() ? request.prompt : again; }
@@ -59,6 +62,7 @@ struct Job {
   size_t read_before = 0;
   double admitted_at = 0, first_token_at = 0;
   std::exception_ptr error;
+  std::optional<Drafts> drafts;
 };
 
 // A request and how many of its tokens a step reads.
@@ -496,6 +500,11 @@ class Scheduler::Impl {
 
   void RunDecoder(std::span<const Share> chosen) {
     PHSA_CHECK(!chosen.empty());
+    // Only an answer that is written alone is sped up: the rows of several fill a step already.
+    Drafts* drafts = nullptr;
+    if (Job& only = *chosen.front().job; chosen.size() == 1 && only.drafts && !only.reads_prompt()) {
+      drafts = &*only.drafts;
+    }
     std::vector<BatchItem> items;
     std::vector<int32_t> lengths;
     std::vector<size_t> scored;  // tokens of the prompts
@@ -503,6 +512,12 @@ class Scheduler::Impl {
       const auto begin = static_cast<size_t>(job->sequence.length());
       lengths.push_back(job->sequence.length());
       scored.push_back(job->answer.result().prompt_log_probabilities.size());
+      if (drafts != nullptr) {
+        const GenerateResult& result = job->answer.result();
+        const size_t room = DraftRoom(engine_, job->request.options, result, job->sequence);
+        items.push_back({&job->sequence, drafts->Begin(result, job->sequence.length(), room), BatchItem::Logits::kAll});
+        continue;
+      }
       if (!job->reads_prompt()) {
         items.push_back({&job->sequence, std::span(job->answer.result().tokens).last(1), BatchItem::Logits::kLast});
         continue;
@@ -520,6 +535,10 @@ class Scheduler::Impl {
         Job& job = *chosen[static_cast<size_t>(item)].job;
         if (job.finished) return;
         const auto next = static_cast<size_t>(lengths[static_cast<size_t>(item)] + row + 1);
+        if (drafts != nullptr) {
+          Guarded(job, [&] { drafts->Row(job.answer, row, logits, job.sequence.tokens()); });
+          return;
+        }
         Guarded(job, [&] {
           if (items[static_cast<size_t>(item)].logits == BatchItem::Logits::kAll && next < job.prompt().size()) {
             // Once, also where it is read again.
@@ -541,6 +560,7 @@ class Scheduler::Impl {
     for (size_t i = 0; i < chosen.size(); ++i) {
       Job& job = *chosen[i].job;
       const auto before = static_cast<size_t>(lengths[i]);
+      const bool goes_on = drafts == nullptr || drafts->End(job.sequence, job.answer.result());
       if (before >= job.read_before) job.answer.result().tokens_read += engine_.decoder().step_tokens_read()[i];
       if (job.reads_prompt() || job.finished) continue;
       if (before < job.prompt().size() && job.answers()) continue;  // it was read again, and goes on from there
@@ -549,7 +569,7 @@ class Scheduler::Impl {
         job.answer.result().prefill_seconds = job.first_token_at - job.admitted_at;
       }
       Guarded(job, [&] {
-        if (!job.answer.Take(job.sequence.length())) {
+        if (!goes_on || !job.answer.Take(job.sequence.length())) {
           Finish(job);
         } else if (job.request.progress) {
           job.request.progress(job.answer.result());

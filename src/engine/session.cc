@@ -4,6 +4,8 @@
 #include <chrono>
 #include <utility>
 
+#include "engine/speculation.h"
+
 namespace phsa {
 namespace {
 
@@ -69,13 +71,26 @@ GenerateResult Session::Generate(std::span<const int32_t> prompt, const Generate
     answer.Interrupt();
     return result;
   }
-  while (answer.Take(sequence_.length())) {
+  std::optional<Drafts> drafts;
+  if (options.speculation == Speculation::kNgram) drafts.emplace(prompt);
+  bool goes_on = answer.Take(sequence_.length());
+  while (goes_on) {
     if (callbacks.stop && callbacks.stop()) {
       answer.Interrupt();
       break;
     }
+    if (drafts) {
+      const size_t room = DraftRoom(engine_, options, result, sequence_);
+      const BatchItem item{&sequence_, drafts->Begin(result, sequence_.length(), room), BatchItem::Logits::kAll};
+      engine_.decoder().Step({&item, 1}, [&](int32_t, int32_t row, const LogitsRow& logits) {
+        drafts->Row(answer, row, logits, sequence_.tokens());
+      });
+      goes_on = drafts->End(sequence_, result) && answer.Take(sequence_.length());
+      continue;
+    }
     const BatchItem item{&sequence_, {&result.tokens.back(), 1}, BatchItem::Logits::kLast};
     engine_.decoder().Step({&item, 1}, choose);
+    goes_on = answer.Take(sequence_.length());
   }
   result.decode_seconds = Now() - first_token;
   note_tokens_read();

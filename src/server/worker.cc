@@ -138,6 +138,7 @@ void Worker::Begin(Pending pending) {
   Request request;
   request.prompt = std::move(pending.task.prompt);
   request.options = std::move(pending.task.options);
+  request.options.speculation = options_.speculation;
   request.attention = std::move(pending.task.attention);
   request.stop = [this, cancelled = std::move(pending.cancelled)] { return Stopping(cancelled); };
   request.progress = [active = active.get(), stream = pending.task.stream,

@@ -76,6 +76,7 @@ struct InspectTask {
 struct WorkerOptions {
   int32_t max_running = 64, max_waiting = 256;
   double step_seconds = 0.25;  // that an answer may wait for its next token while prompts are read
+  Speculation speculation = Speculation::kNone;
 };
 
 class Worker {
