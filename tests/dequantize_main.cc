@@ -17,7 +17,7 @@ int main(int argc, char** argv) {
   for (size_t count; (count = std::fread(buffer, 1, sizeof(buffer), stdin)) > 0;) {
     data.insert(data.end(), buffer, buffer + count);
   }
-  for (int i = 0; i <= static_cast<int>(TensorType::kQ6_K); ++i) {
+  for (int i = 0; i < phsa::kTensorTypes; ++i) {
     const auto type = static_cast<TensorType>(i);
     if (std::strcmp(argv[1], phsa::TensorTypeName(type)) != 0) continue;
     const size_t bytes = phsa::TensorTypeBlockBytes(type);

@@ -27,9 +27,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr TensorType kAllTypes[] = {TensorType::kF32,  TensorType::kF16,  TensorType::kBf16, TensorType::kQ4_0,
-                                    TensorType::kQ4_1, TensorType::kQ5_0, TensorType::kQ5_1, TensorType::kQ8_0,
-                                    TensorType::kQ4_K, TensorType::kQ5_K, TensorType::kQ6_K};
+constexpr TensorType kAllTypes[] = {TensorType::kF32,  TensorType::kF16,   TensorType::kBf16,  TensorType::kQ4_0,
+                                    TensorType::kQ4_1, TensorType::kQ5_0,  TensorType::kQ5_1,  TensorType::kQ8_0,
+                                    TensorType::kQ4_K, TensorType::kQ5_K,  TensorType::kQ6_K,  TensorType::kQ2_K,
+                                    TensorType::kQ3_K, TensorType::kIq4Nl, TensorType::kIq4Xs, TensorType::kMxfp4};
 
 std::string FromHex(std::string_view text) {
   std::string out;
@@ -204,13 +205,23 @@ TEST(UnpackInt4, CodesScalesAndMinimaGiveExactlyWhatDequantizeGives) {
 
 TEST(UnpackInt8, CodesAndScalesGiveExactlyWhatDequantizeGives) {
   std::mt19937 random(2);
-  const std::string blocks = RandomBlocks(TensorType::kQ8_0, 64, &random);
-  std::vector<int8_t> codes(64 * 32);
-  std::vector<float> scales(64), wanted(codes.size());
-  ASSERT_TRUE(UnpackInt8(TensorType::kQ8_0, Data(blocks), 64 * 32, codes.data(), scales.data()));
-  Dequantize(TensorType::kQ8_0, Data(blocks), 64 * 32, wanted.data());
-  for (size_t i = 0; i < codes.size(); ++i) ASSERT_EQ(scales[i / 32] * static_cast<float>(codes[i]), wanted[i]);
-  EXPECT_FALSE(UnpackInt8(TensorType::kQ4_0, Data(blocks), 32, codes.data(), scales.data()));
+  for (const TensorType type : kAllTypes) {
+    const int64_t count = 64 * TensorTypeBlockElements(type);
+    const std::string blocks = RandomBlocks(type, 64, &random);
+    std::vector<int8_t> codes(static_cast<size_t>(count), 0x5e);
+    std::vector<float> scales(codes.size() / 32 + 1), wanted(codes.size());
+    const bool is_int8 = type == TensorType::kQ8_0 || type == TensorType::kIq4Nl || type == TensorType::kIq4Xs ||
+                         type == TensorType::kMxfp4;
+    ASSERT_EQ(UnpackInt8(type, Data(blocks), count, codes.data(), scales.data()), is_int8);
+    if (!is_int8) {
+      EXPECT_EQ(codes, std::vector<int8_t>(codes.size(), 0x5e));
+      continue;
+    }
+    Dequantize(type, Data(blocks), count, wanted.data());
+    for (size_t i = 0; i < codes.size(); ++i) {
+      ASSERT_EQ(scales[i / 32] * static_cast<float>(codes[i]), wanted[i]) << TensorTypeName(type);
+    }
+  }
 }
 
 // ------------------------------------------------------------------------------------------------------------- GGUF
@@ -494,13 +505,13 @@ TEST(Gguf, DamagedTensorsAreRefusedByNameAndOffset) {
   EXPECT_EQ(refusal({128}, kGgufQ4_K),
             "the tensor \"x\" at offset N has rows of 128 elements; allowed for q4_k: multiples of 256");
   EXPECT_EQ(
-      refusal({256}, 10),
-      "the tensor \"x\" at offset N has the type q2_k; allowed: f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, "
-      "q5_k, q6_k");
+      refusal({256}, 16),
+      "the tensor \"x\" at offset N has the type iq2_xxs; allowed: f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, "
+      "q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4");
   EXPECT_EQ(
       refusal({256}, 999),
-      "the tensor \"x\" at offset N has the type 999; allowed: f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, "
-      "q5_k, q6_k");
+      "the tensor \"x\" at offset N has the type 999; allowed: f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, "
+      "q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4");
   EXPECT_TRUE(refusal({uint64_t{1} << 40}, kGgufF32)
                   .starts_with("the tensor \"x\" at offset N has 1099511627776 elements, more than the file's "));
   EXPECT_EQ(WithoutOffsets(ChangedGgufRefusal(

@@ -23,7 +23,8 @@ constexpr uint64_t kSmallestTensor = 8 + 4 + 8 + 4 + 8;
 constexpr uint64_t kMostEntries = 1 << 20;
 constexpr uint64_t kMostTensors = 1 << 20;
 
-constexpr const char* kSupportedTypes = "f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k";
+constexpr const char* kSupportedTypes =
+    "f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4";
 
 // GGML's numbers of the types that exist; those without a TensorType are named in the refusal.
 struct FileType {
@@ -32,17 +33,17 @@ struct FileType {
   std::optional<TensorType> type;
 };
 constexpr FileType kFileTypes[] = {
-    {"f32", 0, TensorType::kF32},    {"f16", 1, TensorType::kF16},    {"q4_0", 2, TensorType::kQ4_0},
-    {"q4_1", 3, TensorType::kQ4_1},  {"q5_0", 6, TensorType::kQ5_0},  {"q5_1", 7, TensorType::kQ5_1},
-    {"q8_0", 8, TensorType::kQ8_0},  {"q8_1", 9, std::nullopt},       {"q2_k", 10, std::nullopt},
-    {"q3_k", 11, std::nullopt},      {"q4_k", 12, TensorType::kQ4_K}, {"q5_k", 13, TensorType::kQ5_K},
-    {"q6_k", 14, TensorType::kQ6_K}, {"q8_k", 15, std::nullopt},      {"iq2_xxs", 16, std::nullopt},
-    {"iq2_xs", 17, std::nullopt},    {"iq3_xxs", 18, std::nullopt},   {"iq1_s", 19, std::nullopt},
-    {"iq4_nl", 20, std::nullopt},    {"iq3_s", 21, std::nullopt},     {"iq2_s", 22, std::nullopt},
-    {"iq4_xs", 23, std::nullopt},    {"i8", 24, std::nullopt},        {"i16", 25, std::nullopt},
-    {"i32", 26, std::nullopt},       {"i64", 27, std::nullopt},       {"f64", 28, std::nullopt},
-    {"iq1_m", 29, std::nullopt},     {"bf16", 30, TensorType::kBf16}, {"tq1_0", 34, std::nullopt},
-    {"tq2_0", 35, std::nullopt},     {"mxfp4", 39, std::nullopt},     {"nvfp4", 40, std::nullopt},
+    {"f32", 0, TensorType::kF32},       {"f16", 1, TensorType::kF16},      {"q4_0", 2, TensorType::kQ4_0},
+    {"q4_1", 3, TensorType::kQ4_1},     {"q5_0", 6, TensorType::kQ5_0},    {"q5_1", 7, TensorType::kQ5_1},
+    {"q8_0", 8, TensorType::kQ8_0},     {"q8_1", 9, std::nullopt},         {"q2_k", 10, TensorType::kQ2_K},
+    {"q3_k", 11, TensorType::kQ3_K},    {"q4_k", 12, TensorType::kQ4_K},   {"q5_k", 13, TensorType::kQ5_K},
+    {"q6_k", 14, TensorType::kQ6_K},    {"q8_k", 15, std::nullopt},        {"iq2_xxs", 16, std::nullopt},
+    {"iq2_xs", 17, std::nullopt},       {"iq3_xxs", 18, std::nullopt},     {"iq1_s", 19, std::nullopt},
+    {"iq4_nl", 20, TensorType::kIq4Nl}, {"iq3_s", 21, std::nullopt},       {"iq2_s", 22, std::nullopt},
+    {"iq4_xs", 23, TensorType::kIq4Xs}, {"i8", 24, std::nullopt},          {"i16", 25, std::nullopt},
+    {"i32", 26, std::nullopt},          {"i64", 27, std::nullopt},         {"f64", 28, std::nullopt},
+    {"iq1_m", 29, std::nullopt},        {"bf16", 30, TensorType::kBf16},   {"tq1_0", 34, std::nullopt},
+    {"tq2_0", 35, std::nullopt},        {"mxfp4", 39, TensorType::kMxfp4}, {"nvfp4", 40, std::nullopt},
 };
 
 // Bytes of a scalar, the smallest that a string can have (its length), 0 for arrays and what is no type.

@@ -12,7 +12,7 @@ namespace phsa {
 namespace {
 
 constexpr int kSmall = 32;   // elements of a block of Q4_0 … Q8_0, and of a sub-block of Q4_K and Q5_K
-constexpr int kSuper = 256;  // elements of a block of Q4_K … Q6_K
+constexpr int kSuper = 256;  // elements of a block of Q2_K … Q6_K and IQ4_XS
 
 struct TypeTraits {
   const char* name;
@@ -20,7 +20,7 @@ struct TypeTraits {
   size_t block_bytes;
 };
 
-constexpr TypeTraits kTraits[] = {
+constexpr TypeTraits kTraits[kTensorTypes] = {
     {"f32", 1, 4},
     {"f16", 1, 2},
     {"bf16", 1, 2},
@@ -32,6 +32,11 @@ constexpr TypeTraits kTraits[] = {
     {"q4_k", kSuper, 2 + 2 + 12 + 128},
     {"q5_k", kSuper, 2 + 2 + 12 + 32 + 128},
     {"q6_k", kSuper, 128 + 64 + 16 + 2},
+    {"q2_k", kSuper, 16 + 64 + 2 + 2},
+    {"q3_k", kSuper, 32 + 64 + 12 + 2},
+    {"iq4_nl", kSmall, 2 + 16},
+    {"iq4_xs", kSuper, 2 + 2 + 4 + 128},
+    {"mxfp4", kSmall, 1 + 16},
 };
 
 const TypeTraits& Traits(TensorType type) {
@@ -160,6 +165,80 @@ void DequantizeQ6K(const uint8_t* block, float* out) {
   }
 }
 
+// Element i of part p (0 to 3) of a half has bits 2p and 2p + 1 of the half's byte i; every 16 have a 4-bit scale and,
+// above it, a 4-bit minimum.
+void DequantizeQ2K(const uint8_t* block, float* out) {
+  const float scale = LoadF16(block + 80), min = LoadF16(block + 82);
+  for (int i = 0; i < kSuper; ++i) {
+    const uint8_t head = block[i / 16];
+    const int code = block[16 + i / 128 * 32 + i % 32] >> (2 * (i / 32 % 4)) & 3;
+    const float group_scale = scale * static_cast<float>(head & 15), group_min = min * static_cast<float>(head >> 4);
+    out[i] = group_scale * static_cast<float>(code) - group_min;
+  }
+}
+
+// The low bits as in Q2_K, behind 32 bytes whose bit i / 32 of byte i % 32 is clear where 4 is to be taken off. The
+// sixteen 6-bit scales: low nibbles of 8 bytes, then their high ones, and two high bits in 4 bytes.
+void DequantizeQ3K(const uint8_t* block, float* out) {
+  const uint8_t* packed = block + 96;
+  const float scale = LoadF16(block + 108);
+  for (int i = 0; i < kSuper; ++i) {
+    const int group = i / 16;
+    const int low = group < 8 ? packed[group] & 15 : packed[group - 8] >> 4;
+    const int high = packed[8 + group % 4] >> (2 * (group / 4)) & 3;
+    const int code =
+        (block[32 + i / 128 * 32 + i % 32] >> (2 * (i / 32 % 4)) & 3) - ((block[i % 32] >> (i / 32) & 1) != 0 ? 0 : 4);
+    out[i] = scale * static_cast<float>((low | high << 4) - 32) * static_cast<float>(code);
+  }
+}
+
+// What the 4-bit codes of these types stand for: IQ4's values, and twice those of a 4-bit float (E2M1).
+constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int8_t kFp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+void LookUp(const uint8_t* packed, const int8_t* table, int8_t* codes) {
+  uint8_t index[kSmall];
+  UnpackNibbles<kSmall>(packed, index);
+  for (int i = 0; i < kSmall; ++i) codes[i] = table[index[i]];
+}
+
+// Half of the power of two that the byte names, as its values are twice theirs.
+float Mxfp4Scale(uint8_t exponent) {
+  return std::bit_cast<float>(exponent < 2 ? 0x00200000u << exponent : static_cast<uint32_t>(exponent - 1) << 23);
+}
+
+// One block of the types of UnpackInt8.
+void UnpackBlock(TensorType type, const uint8_t* block, int8_t* codes, float* scales) {
+  switch (type) {
+    case TensorType::kQ8_0:
+      scales[0] = LoadF16(block);
+      std::memcpy(codes, block + 2, kSmall);
+      return;
+    case TensorType::kIq4Nl:
+      scales[0] = LoadF16(block);
+      LookUp(block + 2, kIq4Values, codes);
+      return;
+    case TensorType::kMxfp4:
+      scales[0] = Mxfp4Scale(block[0]);
+      LookUp(block + 1, kFp4Values, codes);
+      return;
+    default: break;
+  }
+  // IQ4_XS: the 6-bit scales of eight sub-blocks, two high bits each in 16 bits, then the low nibbles.
+  const float scale = LoadF16(block);
+  const auto high = Load<uint16_t>(block + 2);
+  for (int sub = 0; sub < 8; ++sub) {
+    const int low = block[4 + sub / 2] >> (4 * (sub % 2)) & 15;
+    scales[sub] = scale * static_cast<float>((low | (high >> (2 * sub) & 3) << 4) - 32);
+    LookUp(block + 8 + sub * 16, kIq4Values, codes + sub * kSmall);
+  }
+}
+
+bool HasInt8Codes(TensorType type) {
+  return type == TensorType::kQ8_0 || type == TensorType::kIq4Nl || type == TensorType::kIq4Xs ||
+         type == TensorType::kMxfp4;
+}
+
 void DequantizeBlock(TensorType type, const uint8_t* block, float* out) {
   uint8_t codes[kSmall];
   switch (type) {
@@ -179,11 +258,20 @@ void DequantizeBlock(TensorType type, const uint8_t* block, float* out) {
       UnpackFives(block + 8, Load<uint32_t>(block + 4), codes);
       ScaleAndShift<kSmall>(codes, LoadF16(block), LoadF16(block + 2), out);
       return;
-    case TensorType::kQ8_0: {
-      const float scale = LoadF16(block);
-      for (int i = 0; i < kSmall; ++i) out[i] = static_cast<float>(static_cast<int8_t>(block[2 + i])) * scale;
+    case TensorType::kQ8_0:
+    case TensorType::kIq4Nl:
+    case TensorType::kIq4Xs:
+    case TensorType::kMxfp4: {
+      int8_t values[kSuper];
+      float scales[kSuper / kSmall];
+      UnpackBlock(type, block, values, scales);
+      for (int i = 0; i < Traits(type).block_elements; ++i) {
+        out[i] = static_cast<float>(values[i]) * scales[i / kSmall];
+      }
       return;
     }
+    case TensorType::kQ2_K: return DequantizeQ2K(block, out);
+    case TensorType::kQ3_K: return DequantizeQ3K(block, out);
     case TensorType::kQ4_K: return DequantizeQ4K(block, out);
     case TensorType::kQ5_K: return DequantizeQ5K(block, out);
     case TensorType::kQ6_K: return DequantizeQ6K(block, out);
@@ -247,12 +335,12 @@ bool UnpackInt4(TensorType type, const uint8_t* data, int64_t count, uint8_t* co
 }
 
 bool UnpackInt8(TensorType type, const uint8_t* data, int64_t count, int8_t* codes, float* scales) {
-  if (type != TensorType::kQ8_0) return false;
-  PHSA_CHECK(count >= 0 && count % kSmall == 0);
-  for (int64_t i = 0; i < count; i += kSmall) {
-    scales[i / kSmall] = LoadF16(data);
-    std::memcpy(codes + i, data + 2, kSmall);
-    data += Traits(type).block_bytes;
+  if (!HasInt8Codes(type)) return false;
+  const TypeTraits& traits = Traits(type);
+  PHSA_CHECK(count >= 0 && count % traits.block_elements == 0);
+  for (int64_t i = 0; i < count; i += traits.block_elements) {
+    UnpackBlock(type, data, codes + i, scales + i / kSmall);
+    data += traits.block_bytes;
   }
   return true;
 }

@@ -9,9 +9,27 @@
 
 namespace phsa {
 
-enum class TensorType : uint8_t { kF32, kF16, kBf16, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K };
+enum class TensorType : uint8_t {
+  kF32,
+  kF16,
+  kBf16,
+  kQ4_0,
+  kQ4_1,
+  kQ5_0,
+  kQ5_1,
+  kQ8_0,
+  kQ4_K,
+  kQ5_K,
+  kQ6_K,
+  kQ2_K,
+  kQ3_K,
+  kIq4Nl,
+  kIq4Xs,
+  kMxfp4
+};
+inline constexpr int kTensorTypes = 16;
 
-const char* TensorTypeName(TensorType type);       // "f32" … "q6_k"
+const char* TensorTypeName(TensorType type);       // "f32" … "mxfp4"
 int32_t TensorTypeBlockElements(TensorType type);  // 1, 32 or 256
 size_t TensorTypeBlockBytes(TensorType type);
 
@@ -33,7 +51,8 @@ void Dequantize(TensorType type, const uint8_t* data, int64_t count, float* out)
 // scales[g] · codes[i] + mins[g]. False (and nothing written) for the types that are not 4-bit.
 bool UnpackInt4(TensorType type, const uint8_t* data, int64_t count, uint8_t* codes, float* scales, float* mins);
 
-// Q8_0 likewise: scales[g] · codes[i]. False for all other types.
+// The types whose blocks are codes of up to 8 bits, or name such codes in a table, likewise: scales[g] · codes[i].
+// Q8_0, IQ4_NL, IQ4_XS and MXFP4; false for all others.
 bool UnpackInt8(TensorType type, const uint8_t* data, int64_t count, int8_t* codes, float* scales);
 
 }  // namespace phsa

@@ -255,7 +255,12 @@ WeightType PackedType(TensorType file, WeightsMode mode) {
     case TensorType::kQ5_1:
     case TensorType::kQ5_K:
     case TensorType::kQ6_K:
-    case TensorType::kQ8_0: return WeightType::kInt8;
+    case TensorType::kQ8_0:
+    case TensorType::kQ2_K:
+    case TensorType::kQ3_K:
+    case TensorType::kIq4Nl:
+    case TensorType::kIq4Xs:
+    case TensorType::kMxfp4: return WeightType::kInt8;
     case TensorType::kF16:
     case TensorType::kBf16: return mode == WeightsMode::kInt8 ? WeightType::kInt8 : WeightType::kBf16;
     case TensorType::kF32:

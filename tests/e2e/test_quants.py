@@ -19,6 +19,10 @@ SCALES = {
     "q4_k": [0, 1],
     "q5_k": [0, 1],
     "q6_k": [104],
+    "q2_k": [40, 41],
+    "q3_k": [54],
+    "iq4_nl": [0],
+    "iq4_xs": [0],
 }
 
 
@@ -33,6 +37,11 @@ def random_blocks(name: str, rng: np.random.Generator) -> np.ndarray:
         exponent = 0x7C00 if name == "f16" else 0x7F80
         words = np.arange(2**16, dtype=np.uint16)
         return words[(words & exponent) != exponent].view(np.uint8)
+    if name == "mxfp4":  # a power of two in front; the largest ones are no finite numbers times 6
+        blocks = rng.integers(0, 256, size=(BLOCKS, block_bytes), dtype=np.uint8)
+        blocks[:253, 0] = range(253)
+        blocks[253:, 0] %= 253
+        return blocks
     words = rng.integers(0, 2**16, size=(BLOCKS, block_bytes // 2), dtype=np.uint16)
     for column in SCALES[name]:
         scales = words[:, column]
@@ -41,7 +50,7 @@ def random_blocks(name: str, rng: np.random.Generator) -> np.ndarray:
     return words.view(np.uint8)
 
 
-@pytest.mark.parametrize("name", ["f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"])
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16", *SCALES, "mxfp4"])
 def test_dequantises_bit_for_bit_as_gguf(name: str) -> None:
     blocks = random_blocks(name, np.random.default_rng(0))
     wanted = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name.upper()]).reshape(-1)
