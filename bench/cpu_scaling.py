@@ -106,7 +106,9 @@ def main() -> int:
         for program, attention in policies:
             cells = []
             for test in tests:
-                ours, theirs = (speeds.get(key + (count, test)) for key in ((program, attention), ("llama.cpp", "dense")))
+                ours, theirs = (
+                    speeds.get((*key, count, test)) for key in ((program, attention), ("llama.cpp", "dense"))
+                )
                 times = f" ({ours / theirs:.2f}×)" if ours and theirs and program == "phsa" else ""
                 cells.append(f"{ours:,.1f}{times}" if ours else "")
             if any(cells):

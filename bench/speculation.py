@@ -60,7 +60,7 @@ def main() -> int:
     step = max(1, len(found) // args.questions)
     tokens, seconds = 0, {"none": 0.0, "ngram": 0.0}
     drafted = accepted = 0
-    for index, (text, question) in enumerate(found[:: step][: args.questions]):
+    for index, (text, question) in enumerate(found[::step][: args.questions]):
         asked = QUOTE.format(question) if args.ask == "quote" else question
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as document:
             document.write(text)
@@ -82,9 +82,19 @@ def main() -> int:
         drafted += fast["drafted_tokens"]
         accepted += fast["accepted_tokens"]
     total = {name: tokens / s for name, s in seconds.items() if s > 0}
-    print(json.dumps({"tokens": tokens, "plain": total.get("none"), "ngram": total.get("ngram"),
-                      "ratio": total["ngram"] / total["none"] if total else None,
-                      "drafted": drafted, "accepted": accepted, "same_texts": True}))
+    print(
+        json.dumps(
+            {
+                "tokens": tokens,
+                "plain": total.get("none"),
+                "ngram": total.get("ngram"),
+                "ratio": total["ngram"] / total["none"] if total else None,
+                "drafted": drafted,
+                "accepted": accepted,
+                "same_texts": True,
+            }
+        )
+    )
     return 0
 
 

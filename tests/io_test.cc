@@ -203,6 +203,26 @@ TEST(UnpackInt4, CodesScalesAndMinimaGiveExactlyWhatDequantizeGives) {
   }
 }
 
+TEST(UnpackInt6, CodesAndScalesGiveExactlyWhatDequantizeGives) {
+  std::mt19937 random(3);
+  for (const TensorType type : kAllTypes) {
+    const int64_t count = 64 * TensorTypeBlockElements(type);
+    std::string blocks = RandomBlocks(type, 64, &random);
+    if (type == TensorType::kQ6_K) {
+      for (size_t i = 209; i < blocks.size(); i += 210) blocks[i] &= ~0x40;  // its scale comes last
+    }
+    std::vector<uint8_t> codes(static_cast<size_t>(count), 0xee);
+    std::vector<float> scales(codes.size() / 16 + 1), wanted(codes.size());
+    ASSERT_EQ(UnpackInt6(type, Data(blocks), count, codes.data(), scales.data()), type == TensorType::kQ6_K);
+    if (type != TensorType::kQ6_K) continue;
+    Dequantize(type, Data(blocks), count, wanted.data());
+    for (size_t i = 0; i < codes.size(); ++i) {
+      ASSERT_LT(codes[i], 64);
+      ASSERT_EQ(scales[i / 16] * static_cast<float>(codes[i] - 32), wanted[i]);
+    }
+  }
+}
+
 TEST(UnpackInt8, CodesAndScalesGiveExactlyWhatDequantizeGives) {
   std::mt19937 random(2);
   for (const TensorType type : kAllTypes) {

@@ -8,8 +8,24 @@ import numpy as np
 
 rng = np.random.default_rng(1)
 print("// Made by make_golden_quants.py: type, blocks, and the f32 that the Python package gguf makes of them.")
-for name in ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K",
-             "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"]:
+for name in [
+    "F32",
+    "F16",
+    "BF16",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "Q2_K",
+    "Q3_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
+]:
     kind = gguf.GGMLQuantizationType[name]
     elements, size = gguf.GGML_QUANT_SIZES[kind]
     if elements == 1:

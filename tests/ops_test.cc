@@ -32,6 +32,7 @@ constexpr Pair kPairs[] = {
     {WeightType::kInt8, ActivationType::kF32},  {WeightType::kInt8, ActivationType::kBf16},
     {WeightType::kInt8, ActivationType::kInt8}, {WeightType::kInt4, ActivationType::kF32},
     {WeightType::kInt4, ActivationType::kBf16}, {WeightType::kInt4, ActivationType::kInt8},
+    {WeightType::kInt6, ActivationType::kBf16}, {WeightType::kInt6, ActivationType::kInt8},
 };
 
 std::string Name(const Pair& pair) {
@@ -58,6 +59,11 @@ class Ops : public testing::Test {
     ForEachTarget([&] {
       for (const Pair& pair : kPairs) {
         SCOPED_TRACE(Name(pair));
+        if (pair.weights == WeightType::kInt6 && !FastProducts().int6) {
+          EXPECT_FALSE(HasProduct(WeightType::kInt6, ActivationType::kF32));
+          continue;
+        }
+        ASSERT_TRUE(HasProduct(pair.weights, pair.activations));
         body(pair);
       }
     });
@@ -100,6 +106,15 @@ Weights MakeWeights(WeightType type, int32_t rows, int32_t cols, uint32_t seed) 
       for (int32_t c = 0; c < cols; ++c) {
         part[c] = codes[static_cast<size_t>(c)] * scales[static_cast<size_t>(c / kWeightGroup)];
         minimum[c] = mins[static_cast<size_t>(c / kWeightGroup)];
+      }
+    } else if (type == WeightType::kInt6) {
+      std::vector<uint8_t> codes(static_cast<size_t>(cols));
+      for (uint8_t& c : codes) c = rng() & 63;
+      scales.resize(static_cast<size_t>((cols + kInt6Group - 1) / kInt6Group));
+      for (float& s : scales) s = F32FromF16(F16FromF32(rng() % 2 == 0 ? scale(rng) : -scale(rng)));
+      w.matrix.SetRowInt6(r, codes.data(), scales.data());
+      for (int32_t c = 0; c < cols; ++c) {
+        part[c] = (codes[static_cast<size_t>(c)] - 32) * scales[static_cast<size_t>(c / kInt6Group)];
       }
     } else if (type == WeightType::kInt8) {
       std::vector<int8_t> codes(static_cast<size_t>(cols));
@@ -326,7 +341,8 @@ TEST_F(Ops, NanAndInfinityStayInTheirRow) {
 TEST_F(Ops, RowsComeBackAsTheyWereSet) {
   for (const int32_t cols : {1, 31, 32, 50, 128}) {
     for (const int32_t rows : {1, 16, 19}) {
-      for (const WeightType type : {WeightType::kF32, WeightType::kBf16, WeightType::kInt8, WeightType::kInt4}) {
+      for (const WeightType type :
+           {WeightType::kF32, WeightType::kBf16, WeightType::kInt8, WeightType::kInt4, WeightType::kInt6}) {
         const Weights w = MakeWeights(type, rows, cols, 71);
         std::vector<float> row(static_cast<size_t>(cols));
         for (int32_t r = 0; r < rows; ++r) {

@@ -147,10 +147,9 @@ void DequantizeQ5K(const uint8_t* block, float* out) {
 
 // Two halves of 128 elements. In each, 64 bytes of low nibbles (elements 0 to 63, then 64 to 127), 32 bytes with the
 // two high bits of elements i, i + 32, i + 64 and i + 96, and one 8-bit scale for every 16.
-void DequantizeQ6K(const uint8_t* block, float* out) {
+void UnpackQ6K(const uint8_t* block, uint8_t* codes, float* scales) {
   const float scale = LoadF16(block + 208);
-  uint8_t codes[kSuper / 2];
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < 2; ++half, codes += kSuper / 2) {
     const uint8_t* high = block + 128 + half * 32;
     UnpackNibbles<kSuper / 2>(block + half * 64, codes);
     for (int part = 0; part < 4; ++part) {
@@ -158,11 +157,17 @@ void DequantizeQ6K(const uint8_t* block, float* out) {
         codes[part * 32 + i] = static_cast<uint8_t>(codes[part * 32 + i] | ((high[i] >> (2 * part) & 3) << 4));
       }
     }
-    for (int group = 0; group < 8; ++group) {
-      const auto group_scale = static_cast<int8_t>(block[192 + half * 8 + group]);
-      Scale<16>(codes + group * 16, scale * static_cast<float>(group_scale), 32, out + half * 128 + group * 16);
-    }
   }
+  for (int group = 0; group < 16; ++group) {
+    scales[group] = scale * static_cast<float>(static_cast<int8_t>(block[192 + group]));
+  }
+}
+
+void DequantizeQ6K(const uint8_t* block, float* out) {
+  uint8_t codes[kSuper];
+  float scales[16];
+  UnpackQ6K(block, codes, scales);
+  for (int group = 0; group < 16; ++group) Scale<16>(codes + group * 16, scales[group], 32, out + group * 16);
 }
 
 // Element i of part p (0 to 3) of a half has bits 2p and 2p + 1 of the half's byte i; every 16 have a 4-bit scale and,
@@ -330,6 +335,16 @@ bool UnpackInt4(TensorType type, const uint8_t* data, int64_t count, uint8_t* co
         break;
     }
     data += traits.block_bytes;
+  }
+  return true;
+}
+
+bool UnpackInt6(TensorType type, const uint8_t* data, int64_t count, uint8_t* codes, float* scales) {
+  if (type != TensorType::kQ6_K) return false;
+  PHSA_CHECK(count >= 0 && count % kSuper == 0);
+  for (int64_t i = 0; i < count; i += kSuper) {
+    UnpackQ6K(data, codes + i, scales + i / 16);
+    data += Traits(type).block_bytes;
   }
   return true;
 }

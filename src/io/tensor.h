@@ -55,6 +55,9 @@ bool UnpackInt4(TensorType type, const uint8_t* data, int64_t count, uint8_t* co
 // Q8_0, IQ4_NL, IQ4_XS and MXFP4; false for all others.
 bool UnpackInt8(TensorType type, const uint8_t* data, int64_t count, int8_t* codes, float* scales);
 
+// Q6_K likewise, with a scale for each 16: scales[i / 16] · (codes[i] - 32). False for all others.
+bool UnpackInt6(TensorType type, const uint8_t* data, int64_t count, uint8_t* codes, float* scales);
+
 }  // namespace phsa
 
 #endif  // PHSA_IO_TENSOR_H_

@@ -89,10 +89,15 @@ void PackRow(const Tensor& tensor, int64_t file_row, int64_t cols, int32_t row, 
   const uint8_t* const data = tensor.data + file_row * row_bytes;
   const size_t groups = static_cast<size_t>((cols + kWeightGroup - 1) / kWeightGroup);
   codes.resize(static_cast<size_t>(cols));
-  scales.resize(2 * groups);
+  scales.resize(2 * groups);  // int4: and minima; int6: one for each 16 columns
   if (matrix.type() == WeightType::kInt4) {
     PHSA_CHECK(UnpackInt4(tensor.type, data, cols, codes.data(), scales.data(), scales.data() + groups));
     matrix.SetRowInt4(row, codes.data(), scales.data(), scales.data() + groups);
+    return;
+  }
+  if (matrix.type() == WeightType::kInt6) {
+    PHSA_CHECK(UnpackInt6(tensor.type, data, cols, codes.data(), scales.data()));
+    matrix.SetRowInt6(row, codes.data(), scales.data());
     return;
   }
   auto* const signed_codes = reinterpret_cast<int8_t*>(codes.data());
@@ -251,10 +256,10 @@ WeightType PackedType(TensorType file, WeightsMode mode) {
     case TensorType::kQ4_0:
     case TensorType::kQ4_1:
     case TensorType::kQ4_K: return WeightType::kInt4;
+    case TensorType::kQ6_K: return FastProducts().int6 ? WeightType::kInt6 : WeightType::kInt8;
     case TensorType::kQ5_0:
     case TensorType::kQ5_1:
     case TensorType::kQ5_K:
-    case TensorType::kQ6_K:
     case TensorType::kQ8_0:
     case TensorType::kQ2_K:
     case TensorType::kQ3_K:

@@ -21,8 +21,8 @@ constexpr int32_t kMaxRows = 384;
 constexpr int32_t kMinRows = 48;
 constexpr int64_t kRowsCache = 640 * 1024;
 constexpr int32_t kTasksPerThread = 6;
-// Bytes of weights times rows of x of the smallest task: some microseconds of work. Handing a task over costs a tenth of
-// one for each of the other threads, so small products have one task a thread.
+// Bytes of weights times rows of x of the smallest task: some microseconds of work. Handing a task over costs a tenth
+// of one for each of the other threads, so small products have one task a thread.
 constexpr int64_t kLeastWork = 64 * 1024;
 
 const Product& ProductOf(WeightType weights, ActivationType activations) {
@@ -207,6 +207,11 @@ void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activati
   Run(
       executor, call.panel_tasks * row_tasks,
       [](void* arg, int32_t task, int32_t worker) { Multiply(*static_cast<const Call*>(arg), task, worker); }, &call);
+}
+
+bool HasProduct(WeightType weights, ActivationType activations) {
+  const auto& products = ops::ActiveKernels().products;
+  return products[static_cast<int>(weights)][static_cast<int>(activations)].multiply != nullptr;
 }
 
 ProductSupport FastProducts() { return ops::ActiveKernels().fast; }

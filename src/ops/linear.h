@@ -14,20 +14,23 @@
 
 namespace phsa {
 
-// How weights lie in memory. int8 and int4 have a scale for each group of 32 columns (int4: and a minimum).
-enum class WeightType : uint8_t { kF32, kBf16, kInt8, kInt4 };
+// How weights lie in memory. int8 and int4 have a scale for each group of 32 columns (int4: and a minimum), int6 one
+// for each 16; its codes are 0 to 63 and stand for themselves less 32.
+enum class WeightType : uint8_t { kF32, kBf16, kInt8, kInt4, kInt6 };
 
 // What x is rounded to before it is multiplied. f32 weights take f32, bf16 weights bf16; int8 and int4 weights take
 // any:
 //   int8: one scale for each row and group of 32 columns; the sums within a group are exact integers.
 //   bf16: the codes of the weights are exact in bf16; the sums within a group are f32.
 //   f32:  for CPUs that have neither instruction.
+// int6 takes bf16 and int8, where the CPU has both (ProductSupport::int6).
 // The sums over groups are f32 and in order.
 enum class ActivationType : uint8_t { kF32, kBf16, kInt8 };
 
-const char* WeightTypeName(WeightType type);  // "f32", "bf16", "int8", "int4"
+const char* WeightTypeName(WeightType type);  // "f32", "bf16", "int8", "int4", "int6"
 
 inline constexpr int32_t kWeightGroup = 32;
+inline constexpr int32_t kInt6Group = 16;  // columns of an int6 scale
 inline constexpr int32_t kPanelRows = 16;  // rows that lie interleaved
 
 // A row of int8 weights as it is stored, here and on a GPU: w = factor · scale · code, the scale that of the column's
@@ -46,9 +49,10 @@ class Matrix {
   Matrix(WeightType type, int32_t rows, int32_t cols);  // zero; throws Error(PHSA_OUT_OF_MEMORY)
   static size_t Bytes(WeightType type, int32_t rows, int32_t cols);
 
-  void SetRow(int32_t row, const float* values);  // [cols]; f32, bf16: rounded; int8: quantised. Not for int4.
+  void SetRow(int32_t row, const float* values);  // [cols]; f32, bf16: rounded; int8: quantised. Not for int4, int6.
   void SetRowInt8(int32_t row, const int8_t* codes, const float* scales);                      // [cols], [groups]
   void SetRowInt4(int32_t row, const uint8_t* codes, const float* scales, const float* mins);  // [cols], [groups] × 2
+  void SetRowInt6(int32_t row, const uint8_t* codes, const float* scales);  // [cols], [cols / 16], rounded up
   void GetRow(int32_t row, float* values) const;  // [cols]: what the products multiply, as f32
 
   WeightType type() const { return type_; }
@@ -56,7 +60,7 @@ class Matrix {
   int32_t cols() const { return cols_; }
   size_t bytes() const;
   const uint8_t* panels() const;  // how they lie: cpu/kernels.h
-  const float* factors() const;   // [rows], int8 and int4
+  const float* factors() const;   // [rows], int8, int4 and int6
 
  private:
   uint8_t* PanelOf(int32_t row) const;
@@ -83,11 +87,13 @@ void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activati
             std::span<const LinearOutput> outputs, void* workspace, size_t workspace_size,
             const phsa_executor& executor);
 
-// What this CPU multiplies fastest: whether it has bf16 products, and 8-bit integer ones.
+// What this CPU multiplies fastest: whether it has bf16 products, and 8-bit integer ones; and both with int6 weights.
 struct ProductSupport {
-  bool bf16 = false, int8 = false;
+  bool bf16 = false, int8 = false, int6 = false;
 };
 ProductSupport FastProducts();
+// Whether there is a product of these two on this CPU.
+bool HasProduct(WeightType weights, ActivationType activations);
 
 }  // namespace phsa
 

@@ -25,7 +25,9 @@ using ops::RoundUp;
 
 constexpr int kWord = 4 * kPanelRows;  // bytes from a row's word to its next
 
-bool IsQuantised(WeightType type) { return type == WeightType::kInt8 || type == WeightType::kInt4; }
+bool IsQuantised(WeightType type) {
+  return type == WeightType::kInt8 || type == WeightType::kInt4 || type == WeightType::kInt6;
+}
 
 int64_t NumPanels(int32_t rows) { return RoundUp(rows, kPanelRows) / kPanelRows; }
 
@@ -34,6 +36,14 @@ int64_t FactorBytes(WeightType type, int32_t rows) { return IsQuantised(type) ? 
 
 // Column of nibble i (from the low bits up) of an int4 word.
 constexpr int kNibbleColumn[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+
+constexpr int kNibbleOf[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // and the other way round
+
+// Where the two high bits of column c of an int6 group lie in their word.
+constexpr int HighBit(int c) {
+  const int nibble = kNibbleOf[c % 8];
+  return 8 * (nibble / 2) + 4 * (c / 8) + 2 * (nibble % 2);
+}
 
 uint32_t PackNibbles(const uint8_t* codes) {
   uint32_t word = 0;
@@ -115,6 +125,7 @@ const char* WeightTypeName(WeightType type) {
     case WeightType::kBf16: return "bf16";
     case WeightType::kInt8: return "int8";
     case WeightType::kInt4: return "int4";
+    case WeightType::kInt6: return "int6";
   }
   return "unknown";
 }
@@ -199,7 +210,8 @@ void Matrix::SetRow(int32_t row, const float* values) {
       StoreInt8(row, codes.data(), scales.data(), factor);
       return;
     }
-    case WeightType::kInt4: PHSA_CHECK(!"int4 rows come with codes");
+    case WeightType::kInt4:
+    case WeightType::kInt6: PHSA_CHECK(!"int4 and int6 rows come with codes");
   }
 }
 
@@ -244,6 +256,25 @@ void Matrix::SetRowInt4(int32_t row, const uint8_t* codes, const float* scales, 
   }
 }
 
+void Matrix::SetRowInt6(int32_t row, const uint8_t* codes, const float* scales) {
+  PHSA_CHECK(type_ == WeightType::kInt6);
+  uint8_t* const panel = PanelOf(row);
+  const int32_t groups = (cols_ + kInt6Group - 1) / kInt6Group, lane = row % kPanelRows;
+  const RowFactor f = RowFactorOf(LargestFinite(scales, groups, 0));
+  reinterpret_cast<float*>(data_.get())[row] = f.factor;
+  uint8_t* at = panel + LayoutOf(type_, cols_).codes + lane * 4;
+  for (int32_t g = 0; g < groups; ++g) {
+    Store16(panel + (g * kPanelRows + lane) * 2, F16FromF32(scales[g] * f.inverse));
+    uint8_t group[kInt6Group] = {};
+    std::memcpy(group, codes + g * kInt6Group, static_cast<size_t>(std::min(kInt6Group, cols_ - g * kInt6Group)));
+    uint32_t high = 0;
+    for (int i = 0; i < kInt6Group; ++i) high |= static_cast<uint32_t>(group[i] >> 4 & 3) << HighBit(i);
+    for (int word = 0; word < 2; ++word, at += kWord) Store32(at, PackNibbles(group + 8 * word));
+    Store32(at, high);
+    at += kWord;
+  }
+}
+
 void Matrix::GetRow(int32_t row, float* values) const {
   const uint8_t* const panel = PanelOf(row);
   const int32_t lane = row % kPanelRows;
@@ -262,8 +293,16 @@ void Matrix::GetRow(int32_t row, float* values) const {
         values[c] = LoadScale(panel + (g * kPanelRows + lane) * 2) * code * factors()[row];
         break;
       }
+      case WeightType::kInt6: {
+        const int32_t half = c / kInt6Group, i = c % kInt6Group;
+        const uint8_t* const group = words + int64_t{half} * 3 * kWord;
+        const uint32_t low = (Load32(group + i / 8 * kWord) >> (4 * kNibbleOf[i % 8])) & 15u;
+        const uint32_t high = (Load32(group + 2 * kWord) >> HighBit(i)) & 3u;
+        const auto code = static_cast<float>(static_cast<int32_t>(low | high << 4) - 32);
+        values[c] = LoadScale(panel + (half * kPanelRows + lane) * 2) * code * factors()[row];
+        break;
+      }
       case WeightType::kInt4: {
-        constexpr int kNibbleOf[8] = {0, 4, 1, 5, 2, 6, 3, 7};
         const uint32_t code = (Load32(words + c / 8 * kWord) >> (4 * kNibbleOf[c % 8])) & 15u;
         const uint8_t* const pair = panel + (g * 2 * kPanelRows + lane) * 2;
         const float w = std::fma(LoadScale(pair), static_cast<float>(code), LoadScale(pair + kPanelRows * 2));

@@ -19,6 +19,9 @@ namespace {
 // Logits of many rows are made this many at a time: a whole chunk of them would take more memory than the weights.
 constexpr int32_t kLogitRows = 32;
 
+constexpr WeightType kWeightTypes[] = {WeightType::kF32, WeightType::kBf16, WeightType::kInt8, WeightType::kInt4,
+                                       WeightType::kInt6};
+
 using Clock = std::chrono::steady_clock;
 
 double SecondsSince(Clock::time_point& from) {
@@ -33,6 +36,7 @@ ActivationType ActivationsFor(WeightType weights, ActivationType wanted, Activat
   switch (weights) {
     case WeightType::kF32: return ActivationType::kF32;
     case WeightType::kBf16: return ActivationType::kBf16;
+    case WeightType::kInt6:
     case WeightType::kInt8: return wanted_int8;
     case WeightType::kInt4: return wanted;
   }
@@ -53,10 +57,9 @@ BufferSizes SizesOf(const ModelConfig& config, int32_t kv_dtype, int32_t max_row
   std::set<int32_t> columns = adapter.ranks;
   columns.insert({config.hidden, config.intermediate, static_cast<int32_t>(q_width)});
   size_t linear = 0;
-  for (const WeightType weights : {WeightType::kF32, WeightType::kBf16, WeightType::kInt8, WeightType::kInt4}) {
+  for (const WeightType weights : kWeightTypes) {
     for (const ActivationType activations : {ActivationType::kF32, ActivationType::kBf16, ActivationType::kInt8}) {
-      if (weights == WeightType::kF32 && activations != ActivationType::kF32) continue;
-      if (weights == WeightType::kBf16 && activations != ActivationType::kBf16) continue;
+      if (!HasProduct(weights, activations)) continue;
       for (const int32_t cols : columns) {
         linear = std::max(linear, LinearWorkspaceSize(weights, activations, max_rows, cols, num_threads));
       }
@@ -205,7 +208,7 @@ void CpuModelBackend::Project(const float* x, int64_t x_stride, int32_t m, Activ
   // Products of one weight type go in one call; a file may mix types within a layer.
   std::vector<LinearOutput> call;
   size_t done = 0;
-  for (const WeightType type : {WeightType::kF32, WeightType::kBf16, WeightType::kInt8, WeightType::kInt4}) {
+  for (const WeightType type : kWeightTypes) {
     call.clear();
     for (const LinearOutput& output : outputs) {
       if (output.weights->type() == type) call.push_back(output);

@@ -4,10 +4,11 @@
 //
 // A "format" says how codes become operands of the instruction and what is done with a group's sum:
 //   Group        32 columns of a row of x, beginning with their words of 32 bits, one for each operand
-//   kLoads       loads of 64 bytes that a panel's codes of one group take
+//   kLoads       steps in which a panel's codes of one group are loaded
+//   kGroupBytes  bytes of a panel's codes of one group
 //   kOperands    operands, each one instruction's worth of columns, in what was loaded
 //   kScaleBytes  bytes of a panel's scales of one group
-//   Load(), Operand(), Scale(), Minimum()
+//   Loaded, Load(), Operand(), Scale(), Minimum()
 //   Start(), Dot(), Finish()  the sum of a group: from nothing, plus a word, and into the sum over groups
 
 #define PHSA_INLINE inline __attribute__((always_inline))
@@ -122,9 +123,9 @@ __attribute__((noinline)) void Tile(const TileArgs& t, int32_t row) {
       }
 #pragma GCC unroll 1
       for (int load = 0; load < Format::kLoads; ++load) {
-        __m512i loaded[kPanels];
+        typename Format::Loaded loaded[kPanels];
 #pragma GCC unroll 4
-        for (int p = 0; p < kPanels; ++p) loaded[p] = Format::Load(codes + p * t.panel_codes + load * 64);
+        for (int p = 0; p < kPanels; ++p) loaded[p] = Format::Load(codes + p * t.panel_codes, load);
 #pragma GCC unroll 4
         for (int i = 0; i < Format::kOperands; ++i) {
           __m512i operand[kPanels];
@@ -148,7 +149,7 @@ __attribute__((noinline)) void Tile(const TileArgs& t, int32_t row) {
         }
       }
       x.Advance(sizeof(Group));
-      codes += Format::kLoads * 64;
+      codes += Format::kGroupBytes;
       scales += Format::kScaleBytes;
     }
     x.Advance(next_block);
@@ -203,7 +204,7 @@ void MultiplyDirect(const Share& s) {
       const uint8_t* const panel = s.panels + n / 16 * s.layout.bytes;
       TileArgs t = ArgsOf(s, n, panels, outputs);
       t.SetBlock(s, g, block);
-      t.codes = panel + s.layout.codes + int64_t{g} * Format::kLoads * 64;
+      t.codes = panel + s.layout.codes + int64_t{g} * Format::kGroupBytes;
       t.scales = panel + int64_t{g} * Format::kScaleBytes;
       t.panel_codes = t.panel_scales = s.layout.bytes;
       switch (panels) {
@@ -221,7 +222,7 @@ void MultiplyDirect(const Share& s) {
 template <class Direct, class Expanded>
 void MultiplyExpanded(const Share& s) {
   constexpr int kStep = kTilePanels * 16;
-  const int64_t panel_codes = int64_t{s.block_groups} * Expanded::kLoads * 64;
+  const int64_t panel_codes = int64_t{s.block_groups} * Expanded::kGroupBytes;
   const int64_t panel_scales = int64_t{s.block_groups} * Expanded::kScaleBytes;
   uint8_t* const codes = s.scratch;
   uint8_t* const scales = s.scratch + kTilePanels * panel_codes;
@@ -249,6 +250,24 @@ void MultiplyExpanded(const Share& s) {
   }
 }
 
+// Groups of 16 columns, two for each of the others.
+PHSA_INLINE Share HalfGroups(const Share& s) {
+  Share halves = s;
+  halves.groups *= 2;
+  halves.block_groups *= 2;
+  return halves;
+}
+
+// int6 codes of one step: the low four bits of eight columns, and two high bits, those of the step's first operand from
+// bit 0 of their byte up.
+struct Int6Codes {
+  __m512i low, high;
+  static PHSA_INLINE Int6Codes Load(const uint8_t* codes, int word) {
+    const __m512i high = _mm512_loadu_si512(codes + 128);
+    return {_mm512_loadu_si512(codes + word * 64), word == 0 ? high : _mm512_srli_epi16(high, 4)};
+  }
+};
+
 // Expanding pays from kExpandRows rows of x on.
 template <class Direct, class Expanded, int kExpandRows>
 void MultiplyEither(const Share& s) {
@@ -261,7 +280,7 @@ void MultiplyEither(const Share& s) {
 
 template <class Expanded>
 constexpr size_t ScratchBytes(int max_block_groups) {
-  return kTilePanels * static_cast<size_t>(max_block_groups) * (Expanded::kLoads * 64 + Expanded::kScaleBytes);
+  return kTilePanels * static_cast<size_t>(max_block_groups) * (Expanded::kGroupBytes + Expanded::kScaleBytes);
 }
 
 // f16 scales (and minima, right behind) of a group, and the same as f32.

@@ -14,6 +14,10 @@
 // far from both ends of f16's range:  w = factor · (scale · code + minimum).
 //   int8 panel  scales [groups][16], then, at a multiple of 64 bytes, the codes
 //   int4 panel  scales and minima [groups][2][16], then the codes
+// int6 has groups of 16 columns, 12 bytes of codes each: two words as int4's with the low four bits of columns 0 to 7
+// and 8 to 15, then one with the two high bits of all. Where the int4 words have column c in the low (high) half of
+// byte k of word l, that one has them in its byte k, from bit 4 l (4 l + 2) up.
+//   int6 panel  scales [2 groups][16], then the codes;  w = factor · scale · (code - 32)
 //
 // Every product sums in one order, with one accumulator for each result: over words, or within a group and then over
 // groups. How many rows or panels a call takes therefore changes no bit of any result.
@@ -44,6 +48,10 @@ inline constexpr PanelLayout LayoutOf(WeightType type, int32_t cols) {
       const int64_t scales = RoundUp(groups * kPanelRows * 2, 64);
       return {scales, scales + groups * group_codes};
     }
+    case WeightType::kInt6: {
+      const int64_t scales = 2 * groups * kPanelRows * 2;
+      return {scales, scales + 2 * groups * 3 * 4 * kPanelRows};
+    }
     case WeightType::kInt4: return {groups * kPanelRows * 4, groups * (kPanelRows * 4 + group_codes / 2)};
   }
   return {0, 0};
@@ -53,7 +61,7 @@ inline constexpr PanelLayout LayoutOf(WeightType type, int32_t cols) {
 struct Share {
   const uint8_t* panels;
   PanelLayout layout;
-  const float* factors;  // [outputs], int8 and int4
+  const float* factors;  // [outputs], int8, int4 and int6
   const float* bias;     // [outputs] or null
   int32_t outputs;       // rows of W: the last panel may be partly used
   int32_t cols, groups;
@@ -92,7 +100,7 @@ struct Int8Group {
 struct Kernels {
   const char* name;
   // [weights][activations]; multiply is null where the pair is not allowed.
-  Product products[4][3];
+  Product products[5][3];
   ProductSupport fast;
 
   // Product::convert to Int8Group.
@@ -108,6 +116,13 @@ struct Kernels {
   void (*rotate)(const float* x, const float* cos, const float* sin, int32_t half, float* out);
   void (*to_f32)(const void* x, int32_t dtype, int32_t n, float* out);
   void (*from_f32)(const float* x, int32_t dtype, int32_t n, void* out);
+};
+
+// 16 columns of one, for int6 weights: in the order of their words, too.
+struct Int8HalfGroup {
+  int8_t codes[kInt6Group];
+  float scale;
+  int32_t start;  // -32 · sum of codes
 };
 
 // The targets that this CPU runs, best first.
