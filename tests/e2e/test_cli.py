@@ -228,6 +228,21 @@ def test_answers_follow_a_grammar_or_a_schema_from_a_file(tiny, tmp_path):
     refused(run_phsa("run", "-m", tiny, "-p", "x", "--grammar", tmp_path / "absent.gbnf"), "absent.gbnf")
 
 
+def test_speculation_changes_no_answer_and_says_what_it_tried(tiny):
+    # A tiny random model soon repeats itself, so there is something to look up.
+    flags = ["run", "-m", tiny, "-p", "hello hello hello hello", "-n", 150, "--temp", 0, "--ignore-eos", "--json"]
+    plain, fast = (json.loads(run_phsa(*flags, *more).stdout) for more in ([], ["--speculate", "ngram"]))
+    assert plain["text"] == fast["text"] and plain["tokens"] == fast["tokens"]
+    assert 0 <= fast["accepted_tokens"] <= fast["drafted_tokens"] and "drafted_tokens" not in plain
+    chats = [
+        run_phsa("chat", "-m", tiny, "-n", 30, "--temp", 0, *more, input="hello\nhello\n")
+        for more in ([], ["--speculate", "ngram"])
+    ]
+    assert chats[0].returncode == chats[1].returncode == 0 and chats[0].stdout == chats[1].stdout
+    for command in (["run", "-p", "x"], ["serve", "--port", 0]):
+        refused(run_phsa(*command, "-m", tiny, "--speculate", "eagle"), "--speculate", "eagle", "ngram")
+
+
 def test_an_unknown_model_says_what_would_work(tmp_path):
     refused(run_phsa("run", "-m", tmp_path / "absent.gguf", "-p", "x"), "absent.gguf")
     refused(run_phsa("run", "-m", "smollm2-135", "-p", "x", env={"PHSA_CACHE": str(tmp_path)}), "smollm2-135m")
