@@ -49,16 +49,15 @@ void CheckAttention(const LayerSettings& attention, const ModelConfig& config) {
 }
 
 // What a layer of a page has for representatives at least: what the policies take with the preset's blocks, with as
-// many parts as there may be. A GPU has no parts yet; there quest, whose representatives are twice as wide, finds no
-// room.
-size_t RepresentativeRoom(const ModelConfig& config, const EngineOptions& options, int32_t kv_dtype, bool on_gpu) {
+// many parts as there may be.
+size_t RepresentativeRoom(const ModelConfig& config, const EngineOptions& options, int32_t kv_dtype) {
   if (!options.other_attention) return 0;
   size_t room = PageLayout::RepresentativeRoom(config, options.attention, kv_dtype);
   for (const Policy policy : {Policy::kPhsa, Policy::kInfllm2_64}) {
     LayerSettings settings;
     settings.base.policy = policy;
     if (policy == Policy::kInfllm2_64) settings.base.block_size = 64;
-    if (policy == Policy::kPhsa && !on_gpu) settings.base.parts = 8;
+    if (policy == Policy::kPhsa) settings.base.parts = 8;
     room = std::max(room, PageLayout::RepresentativeRoom(config, settings, kv_dtype));
   }
   return room;
@@ -69,7 +68,7 @@ MemoryPlan MakePlan(const ModelSource& source, const EngineOptions& options, con
   const ModelConfig& config = source.config();
   const int32_t kv_dtype = backend.kv_dtype;
   const bool on_gpu = device.device == PHSA_DEVICE_CUDA;
-  const PageLayout layout(config, options.attention, kv_dtype, RepresentativeRoom(config, options, kv_dtype, on_gpu));
+  const PageLayout layout(config, options.attention, kv_dtype, RepresentativeRoom(config, options, kv_dtype));
   const BackendSizes sizes = on_gpu ? cuda::Sizes(source, backend) : CpuBackendSizes(source, backend, num_threads);
   MemoryPlan plan;
   if (on_gpu) plan.gpu = cuda::Devices()[static_cast<size_t>(device.index)].name;
@@ -311,7 +310,7 @@ std::shared_ptr<const TextAttention> Engine::MakeAttention(const LayerSettings& 
   const int32_t kv_dtype = backend_options_.kv_dtype;
   CheckAttention(attention, config());
   CheckDevice(attention);
-  const size_t room = RepresentativeRoom(config(), options_, kv_dtype, device_.device == PHSA_DEVICE_CUDA);
+  const size_t room = RepresentativeRoom(config(), options_, kv_dtype);
   const size_t needed = PageLayout::RepresentativeRoom(config(), attention, kv_dtype);
   if (needed > room) {
     ThrowInvalid(
@@ -328,8 +327,7 @@ void Engine::MakeCache() {
   cache_.reset();
   const auto pages = static_cast<int32_t>(PagesFor(static_cast<size_t>(plan_.cache_tokens)));
   const int32_t kv_dtype = backend_options_.kv_dtype;
-  const bool on_gpu = device_.device == PHSA_DEVICE_CUDA;
-  PageLayout layout(config(), options_.attention, kv_dtype, RepresentativeRoom(config(), options_, kv_dtype, on_gpu));
+  PageLayout layout(config(), options_.attention, kv_dtype, RepresentativeRoom(config(), options_, kv_dtype));
   std::unique_ptr<PageMemory> memory = backend_->MakePages(layout.page_bytes, pages);
   cache_ = std::make_unique<KvCache>(std::move(layout), pages, std::move(memory));
   decoder_ = std::make_unique<Decoder>(config(), *backend_, options_.attention, threads_);
