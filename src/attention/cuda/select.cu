@@ -1055,8 +1055,10 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
     bin = ReduceLanes<kLanes>(bin, add);
     first_bin = ReduceLanes<kLanes>(first_bin, add);
     // Too high a guess costs another try, too low a one too many candidates; with a small K there is room for those.
+    // From four parts on a bound is that of one block, at most 1.28 times its score (a code's step, and kUp).
     constexpr float kLow = kPadded <= 2 ? 0.75f : kPadded <= 8 ? 0.65f : 0.55f;
-    const float low = kLow * (top_k <= 8 ? 0.65f : 1.0f) * (shape.group_max ? 0.5f : 1.0f);
+    const float part_of_bound = shift >= 2 ? 0.78f : kLow * (top_k <= 8 ? 0.65f : 1.0f);
+    const float low = part_of_bound * (shape.group_max ? 0.5f : 1.0f);
     const float found = bin < kBins ? low * BinEnd(bin) : 0.0f;
     const float first_found = first_bin < kBins ? fmaxf(BinEnd(first_bin), found) : 0.0f;
     // Lanes that follow no query have thresholds that nothing reaches.
