@@ -1,7 +1,8 @@
-import { getModel, setKey } from "./api.js";
+import { getModel, hasKey, setKey } from "./api.js";
 import { createChat } from "./chat.js";
 import { createExplore } from "./explore.js";
 import { installComparison } from "./comparison.js";
+import { installConversations } from "./conversations.js";
 import { installSettings } from "./settings.js";
 import { installTheme } from "./theme.js";
 import { number } from "./explorer.js";
@@ -21,7 +22,11 @@ function openTab(name) {
 
 function failed(error) {
   if (error.status !== 401) return;
+  $("key-label").textContent = hasKey() ? "This key is wrong; give the one that the server was started with"
+    : "The server asks for a key";
+  $("key-form").classList.toggle("wrong", hasKey());
   $("key-form").hidden = false;
+  $("key").select();
   $("key").focus();
 }
 
@@ -45,8 +50,10 @@ async function start() {
     return;
   }
   $("key-form").hidden = true;
+  chat.problem("");
   $("model").textContent = model.id + ", " + number(model.max_model_len) + " tokens";
   installSettings(model);
+  if (location.hash.length > 1) await chat.open(location.hash.slice(1));
 }
 
 for (const tab of TABS) $("tab-" + tab).addEventListener("click", () => openTab(tab));
@@ -63,5 +70,6 @@ $("key-form").addEventListener("submit", event => {
 });
 installTheme($("theme"));
 installComparison();
+installConversations(chat);
 openTab("chat");
 start();

@@ -59,14 +59,20 @@ class Page:
         return self
 
     def switch(self, attention, **numbers):
-        self.browser.run("document.querySelector('details').open = true")
+        """Greedy unless told."""
+        self.browser.run("document.querySelector('#more').open = true")
         self.browser.click(f"fieldset label:has([value={attention}])")
-        for name, value in numbers.items():
+        for name, value in {"temperature": 0, **numbers}.items():
             self.browser.type("#" + name.replace("_", "-"), str(value))
 
     def attach(self, path):
+        count = self.browser.run("document.querySelectorAll('#documents .tokens').length")
         self.browser.upload("#document-file", path)
-        self.browser.wait("/^[\\d,]+ tokens/.test(document.querySelector('#document-tokens').textContent)")
+        self.browser.wait(
+            "(chips => chips.length === arguments[0] && chips.every(e => /^[\\d,]+ tokens/.test(e.textContent)))"
+            "([...document.querySelectorAll('#documents .tokens')])",
+            args=[count + 1],
+        )
 
     def ask(self, question):
         self.browser.type("#question", question)
@@ -81,7 +87,11 @@ class Page:
         return self.browser.text("#problem")
 
     def answers(self):
-        return self.browser.run("[...document.querySelectorAll('.said')].map(e => e.textContent)")
+        """Their texts, as their buttons copy them."""
+        self.browser.run("(navigator.clipboard.writeText = async text => { (window.copied ??= []).push(text); }, 0)")
+        return self.browser.run(
+            "(window.copied = [], document.querySelectorAll('.copy').forEach(e => e.click()), window.copied)"
+        )
 
     def explore(self):
         self.browser.click(".turn:last-of-type .answer-card:last-child .explore")
@@ -135,7 +145,7 @@ def test_a_document_is_asked_about_and_the_conversation_goes_on(page, document):
     page.switch("phsa", **SMALL, max_tokens=8)
     page.attach(document)
     text = DOCUMENT.strip()
-    assert browser.text("#document-tokens") == f"{server.post('/tokenize', content=text)['count']} tokens"
+    assert browser.text("#documents .tokens") == f"{server.post('/tokenize', content=text)['count']} tokens"
     page.ask("Who?")
     messages = [{"role": "user", "content": text + "\n\nWho?"}]
     settings = {"attention": "phsa", **SMALL}
@@ -144,13 +154,13 @@ def test_a_document_is_asked_about_and_the_conversation_goes_on(page, document):
     said = expected["choices"][0]["message"]["content"]
     assert page.answers() == [said]
     assert re.fullmatch(
-        r"first token [\d.]+ s · reads [\d,.]+ tokens/s · writes [\d,.]+ tokens/s · [\d.]+ % read",
+        r"first token [\d.]+ s · prefill [\d,.]+ tokens/s · decode [\d,.]+ tokens/s · [\d.]+ % read",
         browser.text(".answer-card footer p"),
     )
     assert browser.text("#said").startswith("Answer complete")
     (row,) = browser.texts("#compare tr")
     assert row.split("\t")[:3] == ["PHSA", "2", str(expected["usage"]["prompt_tokens"])]
-    assert 0 < float(row.split("\t")[6].removesuffix(" %")) < 100
+    assert 0 < float(row.split("\t")[7].removesuffix(" %")) < 100
 
     page.ask("And then?")
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
@@ -177,15 +187,15 @@ def test_a_document_can_be_dropped_and_pasted(page):
     browser.run(hand_over, "dragover", "hive.txt", DOCUMENT)
     assert browser.run("!document.querySelector('#drop').hidden")
     browser.run(hand_over, "drop", "hive.txt", DOCUMENT)
-    browser.wait("document.querySelector('#document-tokens').textContent === '499 tokens'")
-    assert browser.text("#document-name") == "hive.txt" and browser.run("document.querySelector('#drop').hidden")
-    browser.click("#document-remove")
-    browser.wait("document.querySelector('#document').hidden")
+    browser.wait("document.querySelector('#documents .tokens')?.textContent === '499 tokens'")
+    assert browser.text("#documents .name") == "hive.txt" and browser.run("document.querySelector('#drop').hidden")
+    browser.click("#documents .remove")
+    browser.wait("document.querySelector('#documents').hidden")
     browser.run(hand_over, "paste", "", "short")
-    assert browser.run("document.querySelector('#document').hidden")
+    assert browser.run("document.querySelector('#documents').hidden")
     browser.run(hand_over, "paste", "", "long " * 500)
-    browser.wait("document.querySelector('#document-tokens').textContent === '2,499 tokens'")
-    assert browser.text("#document-name") == "pasted text"
+    browser.wait("document.querySelector('#documents .tokens')?.textContent === '2,499 tokens'")
+    assert browser.text("#documents .name") == "pasted text"
 
 
 def test_the_switch_says_how_each_request_is_read(page, document):
@@ -203,16 +213,18 @@ def test_the_switch_says_how_each_request_is_read(page, document):
     page.done()
     budgets = {"init": 16, "local": 32}
     bodies = sent(browser, "/v1/chat/completions")
+    told = {"progress": True, "sources": True}
     assert [body["phsa"] for body in bodies] == [
-        {"attention": "phsa", "top_k": 2, "lambda": 0.75, **budgets},
-        {"attention": "infllm2", "top_k": 3, **budgets},
-        {"attention": "dense"},
+        {"attention": "phsa", "top_k": 2, "lambda": 0.75, **budgets, **told},
+        {"attention": "infllm2", "top_k": 3, **budgets, **told},
+        told,  # dense is the server's own
     ]
     assert all(body["messages"] == bodies[0]["messages"] for body in bodies)
-    assert browser.texts(".by") == ["PHSA, K 2", "InfLLM v2, K 3", "dense"]
+    used = "init 16, local 32"
+    assert browser.texts(".by") == [f"PHSA, K 2, λ 0.75, {used}", f"InfLLM v2, K 3, {used}", "dense"]
     rows = [row.split("\t") for row in browser.texts("#compare tr")]
     assert [row[:2] for row in rows] == [["dense", "–"], ["InfLLM v2", "3"], ["PHSA", "2"]]
-    shares = [float(row[6].removesuffix(" %")) for row in rows]
+    shares = [float(row[7].removesuffix(" %")) for row in rows]
     assert shares[0] == 100 > shares[1] > shares[2]
     browser.click("#compare-clear")
     assert browser.texts("#compare tr") == []
@@ -220,18 +232,19 @@ def test_the_switch_says_how_each_request_is_read(page, document):
 
 def test_what_the_user_left_alone_is_left_to_the_model(chromium, tmp_path):
     settings = {"attention": "phsa", "top_k": 3, "lambda": 0.5, "init_tokens": 16, "local_tokens": 32}
-    with Server(write_gguf(tmp_path / "carrying.gguf", context=CONTEXT, phsa_settings=settings)) as server:
+    with Server(write_gguf(tmp_path / "carrying.gguf", context=CONTEXT, phsa_settings=settings), "-n", 6) as server:
         page = Page(chromium, server).loaded()
-        page.browser.run("document.querySelector('details').open = true")
-        page.browser.type("#max-tokens", "3")
         page.ask("Who?")
+        page.browser.run("document.querySelector('#more').open = true")
+        page.browser.type("#max-tokens", "3")
         page.browser.type("#top-k", "5")
         page.ask("Who?")
-        assert [body["phsa"] for body in sent(chromium, "/v1/chat/completions")] == [
-            {"attention": "phsa"},
-            {"attention": "phsa", "top_k": 5},
-        ]
-        assert page.browser.run("document.querySelector('#lambda').placeholder") == "0.5"
+        first, second = sent(chromium, "/v1/chat/completions")
+        assert first["phsa"] == {"progress": True} and not {"max_tokens", "temperature"} & set(first)
+        assert second["phsa"] == {"top_k": 5, "progress": True} and second["max_tokens"] == 3
+        placeholders = "['lambda', 'local', 'max-tokens', 'temperature'].map(id => document.getElementById(id).placeholder)"
+        assert page.browser.run(placeholders) == ["0.5", "32", "6", "0.8"]
+        assert page.browser.texts(".by")[0] == "PHSA, K 3, λ 0.5, init 16, local 32"
         assert [row.split("\t")[1] for row in page.browser.texts("#compare tr")] == ["5", "3"]
 
 
@@ -262,6 +275,7 @@ def test_the_explorer_shows_what_inspect_says(smollm2_page):
     smollm2_page.ask("Who built the lighthouse?")
     smollm2_page.explore()
     (asked,) = sent(browser, "/inspect")
+    assert asked.pop("stream")
     found = smollm2_page.server.post("/inspect", **asked)
     queries = found["queries"][:-1]  # nothing was written after the last token
     chips = browser.run("[...document.querySelectorAll('.queries button')].map(e => e.textContent)")
@@ -370,7 +384,7 @@ def test_what_the_server_refuses_is_one_sentence_and_the_question_stays(page, do
     )
     assert page.problem() == expected["error"]["message"]
     assert page.answers() == [] and browser.run("document.querySelector('#question').value") == "Who?"
-    assert browser.text("#document-name") == "hive.txt"
+    assert browser.text("#documents .name") == "hive.txt"
     page.switch("phsa", **SMALL, max_tokens=2)
     browser.click("#send")
     page.done()
@@ -381,9 +395,9 @@ def test_documents_that_cannot_be_read_are_told(page, tmp_path):
     browser = page.browser
     files = {
         "long.txt": (b"word " * 3000, "14,999 tokens", "9,216"),
-        "picture.png": (b"\x89PNG\r\n\x1a\n\xff\xfe", "not a text"),
-        "zeros.txt": (b"a\0b", "not a text"),
-        "empty.txt": (b"  \n", "empty"),
+        "picture.png": (b"\x89PNG\r\n\x1a\n\xff\xfe", "not UTF-8"),
+        "zeros.txt": (b"a\0b", "neither text nor a PDF"),
+        "empty.txt": (b"  \n", "no text"),
     }
     for name, (data, *words) in files.items():
         (tmp_path / name).write_bytes(data)
@@ -391,6 +405,7 @@ def test_documents_that_cannot_be_read_are_told(page, tmp_path):
         browser.wait(f"document.querySelector('#problem').textContent.startsWith({json.dumps(name)})")
         for word in words:
             assert word in page.problem()
+        browser.run("document.querySelectorAll('#documents .remove').forEach(e => e.click())")
     browser.upload("#document-file", tmp_path / "long.txt")
     browser.wait("document.querySelector('#problem').textContent.startsWith('long.txt')")
     browser.type("#question", "Who?")
