@@ -431,7 +431,9 @@ export function createExplorer(root, data, options = {}) {
     return now.read[b] ? "Read, as everything is." : b * UNIT > now.last ? "After the query." : "Not read.";
   }
 
+  let detailed = -1;  // the block that the details are of
   function drawDetail(b) {
+    detailed = b;
     const head = make("div", "head");
     root.classList.toggle("pinned", shown.pin >= 0);
     ui.detail.replaceChildren(head);
@@ -541,7 +543,8 @@ export function createExplorer(root, data, options = {}) {
     if (over >= 0) { spans[over].classList.remove("on"); cells[over].classList.remove("on"); }
     over = b;
     if (b >= 0) { spans[b].classList.add("on"); cells[b].classList.add("on"); }
-    drawDetail(b >= 0 ? b : shown.pin);
+    const block = b >= 0 ? b : shown.pin;
+    if (block !== detailed) drawDetail(block);
   }
   const blockOf = event => {
     const e = event.target.closest("[data-b]");

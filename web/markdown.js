@@ -75,10 +75,10 @@ export function createMarkdown(box) {
       while (begins[line][0] > index) line--;
       return begins[line][1] + index - begins[line][0];
     };
-    const put = (into, begin, end) => {
+    const put = (into, begin, end, isCode = false) => {
       for (let from = begin; from < end;) {
         const next = flat.indexOf("\n", from), to = next < 0 || next >= end ? end : next;
-        if (to > from) emit(into, at(from), at(to - 1) + 1);
+        if (to > from) emit(into, at(from), at(to - 1) + 1, isCode);
         if (to < end) into.append(make("br"));
         from = to + 1;
       }
@@ -116,7 +116,7 @@ export function createMarkdown(box) {
           if (to >= 0 && to < end) {
             flush(i);
             const code = make("code");
-            put(code, i + run, to);
+            put(code, i + run, to, true);
             into.append(code);
             i = plain = to + run;
           } else {
@@ -146,7 +146,8 @@ export function createMarkdown(box) {
           if (found && link.lastIndex <= end && isAllowed(address)) {
             flush(i);
             const anchor = make("a");
-            anchor.href = anchor.title = address;
+            anchor.href = address;
+            anchor.title = address;
             anchor.target = "_blank";
             anchor.rel = "noopener noreferrer nofollow";
             const from = link === LINK ? i + found[0].indexOf("[") + 1 : i;

@@ -56,9 +56,11 @@ export function decorateAnswer(text, sources, choose) {
     for (const use of source.usedBy) cuts.add(use.begin).add(use.end);
   }
   const borders = [...cuts].sort((a, b) => a - b);
-  const cite = ending => {
-    const box = make("sup", "cites");
+  // into: the sentence before ended at the same place.
+  const cite = (ending, into) => {
+    const box = into ?? make("sup", "cites"), there = [...box.children].map(button => Number(button.textContent) - 1);
     for (const index of new Set(ending.flatMap(one => one.sources))) {
+      if (there.includes(index)) continue;
       const button = makeButton("cite", index + 1, () => choose(index));
       button.tabIndex = -1;  // the list below the answer has the same, for the keyboard
       button.setAttribute("aria-label", "Source " + (index + 1));
@@ -71,8 +73,12 @@ export function decorateAnswer(text, sources, choose) {
   return (begin, end, isCode) => {
     // Sentences that end with what is no text, as the end of emphasis, or in code.
     const late = isCode ? [] : endingAt(begin);
-    if (late.length > 0 && before) before.after(cite(late));
-    const nodes = late.length > 0 && !before ? [cite(late)] : [];
+    const nodes = [];
+    if (late.length > 0) {
+      if (before?.classList.contains("cites")) cite(late, before);
+      else if (before) before.after(cite(late));
+      else nodes.push(cite(late));
+    }
     for (let at = begin; at < end;) {
       const to = borders.find(border => border > at && border < end) ?? end;
       const used = sources.flatMap((source, i) =>

@@ -6,7 +6,7 @@ import re
 import pytest
 from conftest import ROOT, run_phsa
 from test_cli import write_gguf
-from test_server import Server
+from test_server import Server, write_docx
 from webdriver import Browser, missing
 
 pytest.importorskip("gguf")
@@ -242,7 +242,9 @@ def test_what_the_user_left_alone_is_left_to_the_model(chromium, tmp_path):
         first, second = sent(chromium, "/v1/chat/completions")
         assert first["phsa"] == {"progress": True} and not {"max_tokens", "temperature"} & set(first)
         assert second["phsa"] == {"top_k": 5, "progress": True} and second["max_tokens"] == 3
-        placeholders = "['lambda', 'local', 'max-tokens', 'temperature'].map(id => document.getElementById(id).placeholder)"
+        placeholders = (
+            "['lambda', 'local', 'max-tokens', 'temperature'].map(id => document.getElementById(id).placeholder)"
+        )
         assert page.browser.run(placeholders) == ["0.5", "32", "6", "0.8"]
         assert page.browser.texts(".by")[0] == "PHSA, K 3, λ 0.5, init 16, local 32"
         assert [row.split("\t")[1] for row in page.browser.texts("#compare tr")] == ["5", "3"]
@@ -433,6 +435,7 @@ def test_a_server_that_is_gone_or_wants_a_key_is_told(chromium, tiny):
         chromium.wait("!document.querySelector('#key-form').hidden")
         chromium.type("#key", "wrong")
         chromium.press("Enter")
+        chromium.wait("document.querySelector('#key-label').textContent.startsWith('This key is wrong')")
         chromium.wait("document.activeElement.id === 'key'")
         chromium.type("#key", "secret")
         chromium.press("Enter")
@@ -442,6 +445,342 @@ def test_a_server_that_is_gone_or_wants_a_key_is_told(chromium, tiny):
         assert len(page.answers()) == 1
     page.ask("And now?")
     assert "cannot be reached" in page.problem()
+
+
+def test_a_prefill_tells_how_far_it_is_and_the_explorer_can_be_stopped(smollm2_page, tmp_path):
+    browser = smollm2_page.browser
+    long = tmp_path / "long.txt"
+    long.write_text((ROOT / "bench/data/from_sand_hill_to_pine.txt").read_text()[:24000])
+    smollm2_page.switch("dense", max_tokens=4)
+    browser.run("document.querySelector('#want-sources').click()")
+    smollm2_page.attach(long)
+    progress = "document.querySelector('.progress .soft')?.textContent ?? ''"
+    foreseen = "/^prefill: [\\d,]+ of [\\d,]+ tokens, (less than 1|\\d+) s left$/.test(" + progress + ")"
+    browser.type("#question", "Who?")
+    browser.click("#send")
+    browser.wait(foreseen, 60)
+    bar = browser.run("(e => [e.value, e.max])(document.querySelector('.progress progress'))")
+    assert 0 < bar[0] < bar[1]
+    # Stopped before anything was said, the question and its document are where they were.
+    browser.press("Escape")
+    smollm2_page.done()
+    assert smollm2_page.answers() == [] and browser.run("document.querySelector('#question').value") == "Who?"
+    assert browser.text("#documents .name") == "long.txt"
+    browser.click("#send")
+    smollm2_page.done()
+    (body, again) = sent(browser, "/v1/chat/completions")
+    assert body == again and body["phsa"] == {"progress": True}
+
+    # Dense attention chose nothing: the text is read again, as PHSA reads it.
+    browser.click(".explore")
+    browser.wait(foreseen, 60)
+    browser.click("#explore-stop")
+    browser.wait("!document.querySelector('#explore-again').hidden")
+    assert browser.text("#explore-note") == "Stopped."
+    browser.click("#explore-again")
+    smollm2_page.explored()
+    assert browser.run("document.querySelector('#explore-stop').hidden")
+    # What was shown once is shown again without asking.
+    sent(browser, "/inspect")
+    browser.choose("#explore-as", "infllm2")
+    smollm2_page.explored()
+    browser.choose("#explore-as", "phsa")
+    smollm2_page.explored()
+    browser.choose("#explore-as", "infllm2")
+    smollm2_page.explored()
+    assert [body["phsa"]["attention"] for body in sent(browser, "/inspect")] == ["infllm2"]
+
+
+def test_sentences_lead_to_passages_and_passages_to_the_words_that_used_them(smollm2_page, tmp_path):
+    browser, server = smollm2_page.browser, smollm2_page.server
+    smollm2_page.switch("dense", max_tokens=60)
+    lighthouse, other = ROOT / "bench/data/lighthouse.txt", tmp_path / "bees \U0001f41d.txt"
+    other.write_text("\U0001f41d A hive has one queen. " * 9)
+    smollm2_page.attach(other)
+    smollm2_page.attach(lighthouse)
+    smollm2_page.ask("Who built the lighthouse of Port Amsel, and what are its walls made of?")
+    texts = [other.read_text().strip(), lighthouse.read_text().strip()]
+    said = "".join(f"File: {path.name}\n\n{text}\n\n" for path, text in zip((other, lighthouse), texts, strict=True))
+    asked = {
+        "role": "user",
+        "content": said + "Who built the lighthouse of Port Amsel, and what are its walls made of?",
+    }
+    options = {"temperature": 0, "max_tokens": 60, "phsa": {"sources": True}}
+    found = server.post("/v1/chat/completions", messages=[asked], **options)
+    sources = found["phsa"]["sources"]
+    answer = found["choices"][0]["message"]["content"]
+    assert smollm2_page.answers() == [answer] and len(sources) > 1
+    assert browser.run("[...document.querySelectorAll('.source .quote')].map(e => e.textContent)") == [
+        re.sub(r"\s+", " ", source["text"]) for source in sources
+    ]
+    line = texts[1][: texts[1].index(sources[0]["text"])].count("\n") + 1
+    assert browser.texts(".source .place")[0] == f"lighthouse.txt, line {line}"
+
+    def words(source):
+        return [answer[use["start"] : use["end"]].strip() for use in source["used_by"]]
+
+    def shown():
+        assert browser.text("#reader-name") == "lighthouse.txt"
+        assert browser.run("document.querySelector('#reader-text').textContent") == texts[1]
+        lit = browser.run("[...document.querySelectorAll('.lit')].map(e => e.textContent).join('')")
+        return browser.run("document.querySelector('mark[aria-pressed=true]').textContent"), lit
+
+    browser.click(".source")
+    passage, lit = shown()
+    assert passage == sources[0]["text"] and lit.replace(" ", "") == "".join(words(sources[0])).replace(" ", "") != ""
+    marks = browser.run("[...document.querySelectorAll('mark')].map(e => e.textContent)")
+    assert sorted(marks) == sorted(source["text"] for source in sources)
+    # From a passage to its words, with the mouse and with the keyboard.
+    index = next(i for i, source in enumerate(sources) if i > 0 and source["used_by"])
+    browser.click(f'mark[data-index="{index}"]')
+    passage, lit = shown()
+    assert passage == sources[index]["text"] and lit.replace(" ", "") == "".join(words(sources[index])).replace(" ", "")
+    browser.run("[...document.querySelectorAll('mark')].find(e => e.tabIndex === 0).focus()")
+    browser.press("Enter")
+    first = browser.run("document.querySelector('mark[aria-pressed=true]') === document.activeElement")
+    assert first
+    # From a sentence to its passage.
+    number = int(browser.text(".cite"))
+    browser.click(".cite")
+    assert shown()[0] == sources[number - 1]["text"]
+    inside = """(() => {
+      const mark = document.querySelector("mark[aria-pressed=true]").getBoundingClientRect();
+      const box = document.querySelector("#reader-text").getBoundingClientRect();
+      return mark.top < box.bottom && mark.bottom > box.top;
+    })()"""
+    assert browser.run(inside)
+    browser.press("Escape")
+    assert browser.run("document.querySelector('#reader').hidden || document.activeElement.className")
+    browser.run("document.querySelector('#reader-close').click()")
+    assert browser.run("document.querySelector('#reader').hidden && document.querySelectorAll('.lit').length") == 0
+
+
+def test_files_that_are_no_plain_text_are_documents_too(page, tmp_path):
+    browser = page.browser
+    (tmp_path / "keeper.docx").write_bytes(write_docx("The keeper was Jonas.", "He trimmed the wick."))
+    (tmp_path / "page.html").write_text("<html><body><p>The lamp &amp; the oil.</p><script>alert(1)</script>")
+    page.switch("dense", max_tokens=2)
+    for name in ("keeper.docx", "page.html"):
+        page.attach(tmp_path / name)
+    page.ask("Who?")
+    (body,) = sent(browser, "/v1/chat/completions")
+    said = "File: keeper.docx\n\nThe keeper was Jonas.\n\nHe trimmed the wick.\n\n"
+    said += "File: page.html\n\nThe lamp & the oil.\n\nWho?"
+    assert body["messages"] == [{"role": "user", "content": said}]
+    assert browser.texts(".asked .name") == ["keeper.docx", "page.html"]
+    assert browser.run("document.querySelector('#documents').hidden")  # the next question goes without them
+
+
+def test_all_three_are_asked_and_compared(page, tmp_path):
+    browser = page.browser
+    document = tmp_path / "three.txt"
+    document.write_text("Three ways to read. " * 90)  # nobody has read it before
+    page.switch("phsa", **SMALL, max_tokens=4)
+    page.switch("dense")
+    page.attach(document)
+    browser.type("#question", "Who?")
+    browser.click("#send-all")
+    browser.wait("document.querySelectorAll('.answer-card[aria-busy=false] .copy').length === 3")
+    page.done()
+    ways = [body["phsa"].get("attention", "dense") for body in sent(browser, "/v1/chat/completions")]
+    assert ways == ["dense", "infllm2", "phsa"]
+    rows = [row.split("\t") for row in browser.texts("#compare tr")]
+    assert [row[0] for row in rows] == ["PHSA", "InfLLM v2", "dense"] and rows[2][6] == "–"
+    speeds = [[float(row[at].replace(",", "")) for at in (4, 5)] for row in rows]
+    for row, own in zip(rows[:2], speeds, strict=False):
+        for ratio, value, dense in zip(row[6].split(), own, speeds[2], strict=True):
+            assert float(ratio.removesuffix("×")) == pytest.approx(value / dense, rel=0.2, abs=0.06)
+    lines = browser.run(
+        "[...document.querySelectorAll('.bars')].map(b => [...b.querySelectorAll('.bar-line span:first-child')]"
+        ".map(e => e.textContent))"
+    )
+    assert lines == [["dense", "InfLLM v2", "PHSA"]] * 2
+    widths = browser.run(
+        "[...document.querySelectorAll('.bars')].map(b => [...b.querySelectorAll('i')]"
+        ".map(e => e.getBoundingClientRect().width))"
+    )
+    for kind, own in zip((0, 1), widths, strict=True):
+        fastest = max(speed[kind] for speed in speeds)
+        track = browser.run("document.querySelector('.track').getBoundingClientRect().width")
+        expected = [track * speed[kind] / fastest for speed in reversed(speeds)]
+        assert own == pytest.approx(expected, abs=2)
+
+
+def test_a_question_is_edited_and_what_came_after_it_goes(page, document):
+    browser = page.browser
+    page.switch("dense", max_tokens=3)
+    page.attach(document)
+    for question in ("One?", "Two?", "Three?"):
+        page.ask(question)
+    sent(browser, "/v1/chat/completions")
+    browser.click(".turn:nth-of-type(2) .edit")
+    assert browser.run("document.activeElement.value") == "Two?"
+    assert "1 question" in browser.text(".editing")
+    browser.press("Escape")
+    assert len(page.answers()) == 3 and browser.texts(".question") == ["One?", "Two?", "Three?"]
+    browser.click(".turn:nth-of-type(2) .edit")
+    browser.type(".editing textarea", "Deux?")
+    browser.click(".editing .strong")
+    page.done()
+    browser.wait("document.querySelectorAll('.copy').length === 2")
+    assert browser.texts(".question") == ["One?", "Deux?"]
+    (body,) = sent(browser, "/v1/chat/completions")
+    assert [m["content"] for m in body["messages"]] == [DOCUMENT.strip() + "\n\nOne?", page.answers()[0], "Deux?"]
+    assert browser.run("document.querySelectorAll('#explore-answer option').length") == 2
+
+
+def test_conversations_and_the_theme_are_kept_in_the_browser(smollm2_page):
+    browser = smollm2_page.browser
+    smollm2_page.switch("phsa", top_k=4, init=16, local=64, max_tokens=40)
+    smollm2_page.attach(ROOT / "bench/data/lighthouse.txt")
+    smollm2_page.ask("Who built the lighthouse?")
+    browser.wait("location.hash.length > 1")
+    (said,) = smollm2_page.answers()
+    seen = browser.texts(".answer-card")
+    browser.click("#theme")
+    dark = browser.run("document.documentElement.dataset.theme")
+    browser.go(browser.run("location.href"))
+    browser.run("location.reload()")
+    browser.wait("document.querySelector('.copy')")
+    assert browser.run("document.documentElement.dataset.theme") == dark
+    browser.run("localStorage.removeItem('phsa-theme')")
+    assert smollm2_page.answers() == [said] and browser.texts(".answer-card") == seen
+    assert browser.texts("#compare tr")[0].startswith("PHSA\t4\t")
+    # It goes on from there: sources, explorer, the next question.
+    browser.click(".source")
+    assert browser.text("#reader-name") == "lighthouse.txt"
+    browser.run("document.querySelector('#reader-close').click()")
+    smollm2_page.switch("dense", max_tokens=3)
+    smollm2_page.ask("And then?")
+    body = sent(browser, "/v1/chat/completions")[-1]
+    assert [m["content"] for m in body["messages"]][1:] == [said, "And then?"]
+    smollm2_page.explore()
+    browser.click("#tab-chat")
+
+    browser.click("#new")
+    assert smollm2_page.answers() == [] and browser.run("location.hash") == ""
+    smollm2_page.ask("Something else?")
+    browser.wait("location.hash.length > 1")
+    browser.click("#conversations-open")
+    browser.wait("document.querySelectorAll('#kept .open').length >= 2")
+    assert browser.texts("#kept .open span")[:2] == ["Something else?", "Who built the lighthouse?"]
+    browser.click("#kept li:nth-child(2) .open")
+    browser.wait("document.querySelectorAll('.copy').length === 2")
+    assert smollm2_page.answers()[0] == said
+    browser.click("#conversations-open")
+    browser.wait("document.querySelector('#conversations').open")
+    for _ in range(2):
+        count = browser.run("document.querySelectorAll('#kept .open').length")
+        browser.click("#kept .remove")
+        browser.wait(f"document.querySelectorAll('#kept .open').length === {count - 1}")
+    assert smollm2_page.answers() == []  # what was open is gone
+    browser.press("Escape")
+    assert browser.run("!document.querySelector('#conversations').open")
+
+
+MARKDOWN = {
+    "one\ntwo\n\nthree": "<p>one<br>two</p><p>three</p>",
+    "# A *b*\n## C ##\ntext": "<h3>A <em>b</em></h3><h4>C</h4><p>text</p>",
+    "**a** __b__ *c* _d_ ~~e~~ `f*g*`": "<p><strong>a</strong> <strong>b</strong> <em>c</em> <em>d</em> <del>e</del> "
+    "<code>f*g*</code></p>",
+    "snake_case_name 2 * 3 * 4 \\*no\\*": "<p>snake_case_name 2 * 3 * 4 *no*</p>",
+    "**a *b* c**": "<p><strong>a <em>b</em> c</strong></p>",
+    "- a\n- b\n  - c\n- d": "<ul><li>a</li><li>b<ul><li>c</li></ul></li><li>d</li></ul>",
+    "3. a\n4. b": '<ol start="3"><li>a</li><li>b</li></ol>',
+    "- a\n\n  b": "<ul><li><p>a</p><p>b</p></li></ul>",
+    "> a\n> - b": "<blockquote><p>a</p><ul><li>b</li></ul></blockquote>",
+    "a | b\n--|--\n`c` | d": '<div class="table"><table><tr><th>a</th><th>b</th></tr><tr><td><code>c</code></td>'
+    "<td>d</td></tr></table></div>",
+    "---": "<hr>",
+    "<b>x</b> &amp; <script>": "<p>&lt;b&gt;x&lt;/b&gt; &amp;amp; &lt;script&gt;</p>",
+    "![x](http://e.org/x.png)": '<p><a href="http://e.org/x.png" title="http://e.org/x.png" target="_blank" '
+    'rel="noopener noreferrer nofollow">x</a></p>',
+    "[x](javascript:alert(1)) [y](data:text/html,z)": "<p>[x](javascript:alert(1)) [y](data:text/html,z)</p>",
+    "https://e.org/a.": '<p><a href="https://e.org/a" title="https://e.org/a" target="_blank" '
+    'rel="noopener noreferrer nofollow">https://e.org/a</a>.</p>',
+    "```py\nx = '<b>'\n\n# y\n```\nz": '<div class="code"><div class="code-head"><span class="soft">py</span>'
+    '<button type="button">Copy</button></div><pre tabindex="-1"><code>x = \'&lt;b&gt;\'\n\n# y</code></pre></div>'
+    "<p>z</p>",
+}
+
+
+def test_markdown_becomes_the_elements_that_it_means_and_no_others(page):
+    browser = page.browser
+    browser.run("(import('/markdown.js').then(found => { window.markdown = found; }), 0)")
+    browser.wait("window.markdown")
+    drawn = """((text, whole) => {
+      const box = document.createElement("div"), drawing = markdown.createMarkdown(box);
+      for (let end = whole ? text.length : 0; end <= text.length; end++) drawing.draw(text.slice(0, end));
+      return box.innerHTML.replaceAll(' class=""', "");
+    })(arguments[0], arguments[1])"""
+    for text, html in MARKDOWN.items():
+        assert browser.run(drawn, text, True) == html
+        assert browser.run(drawn, text, False) == html, "drawn as it came"
+    # Anything at all: it ends, and makes nothing that could load or run something.
+    browser.run("""(() => {
+      const parts = ["a", " ", "\\n", "\\n\\n", "*", "**", "_", "`", "```", "~~", "[", "]", "](", ")", "!", "<",
+        ">", "> ", "- ", "1. ", "  ", "    ", "|", "|-|", "#", "\\\\", "http://", "javascript:", "\\u{1f41d}", "\\0",
+        "<img src=x>"];
+      const allowed = new Set(("P BR STRONG EM DEL CODE A UL OL LI BLOCKQUOTE HR H3 H4 H5 H6 DIV SPAN BUTTON PRE " +
+        "TABLE TBODY TR TH TD").split(" "));
+      let seed = 1;
+      const random = n => (seed = (seed * 1103515245 + 12345) % 2147483648) % n;
+      const wrong = [];
+      for (let i = 0; i < 3000; i++) {
+        let text = "";
+        for (let n = random(60); n > 0; n--) text += parts[random(parts.length)];
+        const box = document.createElement("div");
+        markdown.createMarkdown(box).draw(text);
+        for (const e of box.querySelectorAll("*")) {
+          const fine = allowed.has(e.tagName) && [...e.attributes].every(a =>
+            ["class", "href", "title", "target", "rel", "type", "tabindex", "start"].includes(a.name));
+          if (!fine || (e.href && !/^(https?|mailto):/.test(e.href))) wrong.push(text);
+        }
+      }
+      for (const part of parts) {
+        markdown.createMarkdown(document.createElement("div")).draw(part.repeat(4000));
+        markdown.createMarkdown(document.createElement("div")).draw((part + "a").repeat(4000));
+      }
+      window.wrong = wrong;
+    })()""")
+    assert browser.run("window.wrong") == []
+
+
+def test_few_stops_lie_on_the_way_of_the_tab_key(page, document):
+    browser = page.browser
+    stops = """[...document.querySelectorAll("button, input, select, textarea, summary, a, [tabindex]")].filter(e =>
+      e.tabIndex >= 0 && !e.disabled && e.checkVisibility({ visibilityProperty: true })).length"""
+    page.switch("phsa", **SMALL, max_tokens=60)
+    page.attach(document)
+    page.ask("Who?")
+    browser.run("document.querySelector('#more').open = false")
+    # Three of the answer and its question at most: its text adds none, whatever it links to.
+    assert browser.run(stops) <= 23
+    page.explore()
+    assert browser.run("document.querySelectorAll('.queries button').length") > 20
+    assert browser.run(stops) <= 14
+    browser.run("[...document.querySelectorAll('.queries button')].find(e => e.tabIndex === 0).focus()")
+    browser.press("ArrowRight", "ArrowRight")
+    assert browser.run("document.activeElement === document.querySelectorAll('.queries button')[2]")
+
+
+def test_a_block_that_is_chosen_is_scrolled_to(page, tmp_path):
+    browser = page.browser
+    long = tmp_path / "long.txt"
+    long.write_text(("The keeper wrote the weather into a blue book; it was cold. " * 140)[:8000])
+    page.switch("phsa", max_tokens=3)
+    page.attach(long)
+    page.ask("What?")
+    page.explore()
+    for css in (".top button", f'.map [data-b="{page.blocks("hot")[5]}"]'):
+        browser.run("scrollTo(0, 0)")
+        browser.click(css)
+        box = """(css => (r => [r.top, r.bottom])(document.querySelector(css).getBoundingClientRect()))"""
+        top, bottom = browser.run(box + "('.text .pin')")
+        assert top >= 0 and bottom <= 900
+        (top, bottom), (first, last) = browser.run(f"['.map .pin', '.map'].map({box})")
+        assert top >= first - 1 and bottom <= last + 1
+        browser.press("Escape")
 
 
 def test_it_fits_a_phone(page, document):
@@ -477,6 +816,7 @@ def test_dark_and_light_follow_the_system_until_switched(page):
     browser.click("#theme")
     assert browser.run(brightness) > 200
     assert browser.run("document.querySelector('#theme').getAttribute('aria-pressed')") == "false"
+    browser.run("localStorage.removeItem('phsa-theme')")
     browser.devtools("Emulation.setEmulatedMedia", features=features["light"])
 
 
