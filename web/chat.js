@@ -164,7 +164,7 @@ export function createChat({ model, failed, explore }) {
 
   // Once it is whole.
   function drawWhole(turn, answer) {
-    const choose = index => reader.open(answer, index);
+    const choose = (index, byKeyboard) => reader.open(answer, index, byKeyboard);
     answer.by.textContent = settingsLine(answer.measured ?? answer.settings);
     answer.lineElement.textContent = answer.line;
     drawThoughts(answer);
@@ -389,9 +389,8 @@ export function createChat({ model, failed, explore }) {
   $("question").addEventListener("input", count);
   $("stop").addEventListener("click", () => running?.abort());
   document.addEventListener("keydown", event => {
-    if (event.key === "Escape" && running && !$("chat").hidden && !document.querySelector("dialog[open]")) {
-      running.abort();
-    }
+    if (event.key !== "Escape" || $("chat").hidden || document.querySelector("dialog[open]")) return;
+    if (running) running.abort(); else reader.close();
   });
   $("new").addEventListener("click", () => {
     clear();

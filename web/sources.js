@@ -108,10 +108,13 @@ export function createReader() {
     }
   }
   function close() {
-    if (shown) light(shown.box, null);
+    if (!shown) return;
+    const back = $("reader").contains(document.activeElement) && shown.box.querySelector(".source[aria-pressed=true]");
+    light(shown.box, null);
     shown = null;
     marks = [];
     $("reader").hidden = true;
+    if (back) back.focus({ preventScroll: true });
     $("reader-text").replaceChildren();
     document.body.classList.remove("reads");
   }
@@ -161,27 +164,26 @@ export function createReader() {
     target?.scrollIntoView({ block: scrollTo === "answer" ? "nearest" : "center" });
   }
 
-  function open(answer, index) {
+  // takesFocus: who came by the keyboard goes on from the passage.
+  function open(answer, index, takesFocus = false) {
     if (shown && shown.box !== answer.box) close();
     shown ??= { box: answer.box, sources: answer.sources, documentOf: answer.documentOf, document: null };
     $("reader").hidden = false;
     document.body.classList.add("reads");
     choose(index, "document");
+    if (takesFocus) marks.find(mark => Number(mark.dataset.index) === index)?.focus();
   }
 
   $("reader-close").addEventListener("click", close);
-  $("reader").addEventListener("keydown", event => {
-    if (event.key === "Escape") { close(); event.stopPropagation(); }
-  });
-  return { open, close, isOf: box => shown?.box === box };
+  return { open, close };
 }
 
-// The list below an answer.
+// The list below an answer. choose(index, byKeyboard) is called for the passage of that index.
 export function makeSourceList(sources, documentOf, choose) {
   const box = make("div", "sources"), title = make("span", "soft", "Sources"), list = make("ol");
   sources.forEach((source, index) => {
     const found = documentOf(source), item = make("li");
-    const button = makeButton("source", undefined, () => choose(index));
+    const button = makeButton("source", undefined, event => choose(index, event.detail === 0));
     button.dataset.index = index;
     button.append(make("b", "", index + 1), make("span", "place", found.name + ", " + placeOf(found, source.begin)),
       make("span", "quote", found.text.slice(source.begin, source.end).replace(/\s+/g, " ")));

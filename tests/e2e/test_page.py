@@ -535,10 +535,17 @@ def test_sentences_lead_to_passages_and_passages_to_the_words_that_used_them(smo
     browser.click(f'mark[data-index="{index}"]')
     passage, lit = shown()
     assert passage == sources[index]["text"] and lit.replace(" ", "") == "".join(words(sources[index])).replace(" ", "")
-    browser.run("[...document.querySelectorAll('mark')].find(e => e.tabIndex === 0).focus()")
+    browser.press("Escape")
+    assert browser.run("document.querySelector('#reader').hidden")
+    browser.run("[...document.querySelectorAll('.source')].find(e => e.tabIndex === 0).focus()")
     browser.press("Enter")
-    first = browser.run("document.querySelector('mark[aria-pressed=true]') === document.activeElement")
-    assert first
+    opened = browser.run("document.querySelector('mark[aria-pressed=true]').textContent")
+    assert browser.run("document.activeElement.textContent") == opened
+    browser.press("ArrowRight")
+    browser.press("Enter")
+    assert shown()[0] == browser.run("document.activeElement.textContent") != opened
+    browser.press("Escape")
+    assert browser.run("document.activeElement.className") == "source"
     # From a sentence to its passage.
     number = int(browser.text(".cite"))
     browser.click(".cite")
@@ -550,8 +557,6 @@ def test_sentences_lead_to_passages_and_passages_to_the_words_that_used_them(smo
     })()"""
     assert browser.run(inside)
     browser.press("Escape")
-    assert browser.run("document.querySelector('#reader').hidden || document.activeElement.className")
-    browser.run("document.querySelector('#reader-close').click()")
     assert browser.run("document.querySelector('#reader').hidden && document.querySelectorAll('.lit').length") == 0
 
 
