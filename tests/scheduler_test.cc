@@ -1101,7 +1101,9 @@ TEST(Scheduler, WhoReservesPagesBeginsWithWhatIsThereAndHoldsOnlyTheRest) {
   const int64_t waiting = scheduler.Add(MakeRequest(other, Greedy(3)));
   for (int i = 0; i < 20; ++i) scheduler.Step();
   EXPECT_FALSE(scheduler.Take(waiting));
-  text.Append(Tokens(60, 3));
+  EXPECT_EQ(scheduler.waiting(), 1);
+  EXPECT_EQ(engine->cache().free_pages(), 1);
+  text.Append(Tokens(60, 3));  // its last page is the kept text's too, and is copied
   EXPECT_EQ(engine->cache().free_pages(), 0);
   scheduler.Reserve(0);
   scheduler.Keep(std::move(text));

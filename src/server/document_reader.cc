@@ -65,10 +65,8 @@ void DocumentReader::Run() {
     }
     if (*pending.cancelled) continue;
     HttpResponse response = Read(pending);
-    Exchange& exchange = *pending.exchange;
-    exchange.Post([exchange = std::move(pending.exchange), response = std::move(response)]() mutable {
-      exchange->Answer(std::move(response));
-    });
+    const std::shared_ptr<Exchange> exchange = std::move(pending.exchange);
+    exchange->Post([exchange, response = std::move(response)]() mutable { exchange->Answer(std::move(response)); });
   }
 }
 

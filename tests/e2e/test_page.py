@@ -560,6 +560,30 @@ def test_sentences_lead_to_passages_and_passages_to_the_words_that_used_them(smo
     assert browser.run("document.querySelector('#reader').hidden && document.querySelectorAll('.lit').length") == 0
 
 
+def test_a_model_without_a_chat_template_goes_on_with_the_text_and_has_sources_too(chromium, tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setattr(gguf.GGUFWriter, "add_chat_template", lambda *_: None)
+    path = tmp_path / "hive.txt"
+    path.write_text("  The hive is old. It has one queen; nobody saw her yet. Bees come and go all day.")
+    with Server(write_gguf(tmp_path / "bare.gguf", context=CONTEXT), "--weights", "f32", "-n", 7) as server:
+        page = Page(chromium, server).loaded()
+        page.switch("dense")
+        page.ask("Hello?")
+        page.attach(path)
+        page.ask("Who?")
+        first, second = sent(chromium, "/v1/completions")
+        assert first["prompt"] == "Hello?" and first["max_tokens"] == second["max_tokens"] == 7
+        said = page.answers()[0]
+        assert second["prompt"] == f"Hello?\n\n{said}\n\n{path.read_text().strip()}\n\nWho?"
+        found = server.post("/v1/completions", **{**second, "stream": False, "stream_options": None})
+        passages = [source["text"] for source in found["phsa"]["sources"] if source["text"] in path.read_text()]
+        assert (
+            chromium.run("[...document.querySelectorAll('.source .quote')].map(e => e.textContent)") == passages != []
+        )
+        chromium.click(".source")
+        assert chromium.run("document.querySelector('mark[aria-pressed=true]').textContent") == passages[0]
+
+
 def test_files_that_are_no_plain_text_are_documents_too(page, tmp_path):
     browser = page.browser
     (tmp_path / "keeper.docx").write_bytes(write_docx("The keeper was Jonas.", "He trimmed the wick."))
