@@ -25,13 +25,14 @@ export function createProgress() {
       line.textContent = "waiting for the prefill, " + since().toFixed(1) + " s";
       return;
     }
-    const [first, last] = [steps[0], steps.at(-1)], speed = (last[1] - first[1]) / (last[0] - first[0]);
+    const [first, last] = [steps[0], steps.at(-1)], seconds = last[0] - first[0];
+    const speed = seconds > 0 ? (last[1] - first[1]) / seconds : 0;  // several may be told in one moment
     let text = "prefill: " + number(last[1]) + " of " + number(total) + " tokens";
     bar.max = total;
     bar.value = last[1];
-    if (steps.length > 1 && speed > 0) {
+    if (speed > 0) {
       // A step is told when it has ended; what the one under way has done is guessed from the last.
-      const stepTime = (last[0] - first[0]) / (steps.length - 1), now = since() - last[0];
+      const stepTime = seconds / (steps.length - 1), now = since() - last[0];
       const guessed = Math.min(now, stepTime) * speed, left = (total - last[1] - guessed) / speed;
       bar.value = Math.min(total, last[1] + guessed);
       if (now < stepTime + Math.max(RATHER, stepTime)) text += ", " + formatLeft(Math.max(0, left));

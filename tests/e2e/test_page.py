@@ -491,6 +491,21 @@ def test_a_prefill_tells_how_far_it_is_and_the_explorer_can_be_stopped(smollm2_p
     assert [body["phsa"]["attention"] for body in sent(browser, "/inspect")] == ["infllm2"]
 
 
+def test_steps_of_a_prefill_that_are_told_at_once_foresee_nothing(page):
+    browser = page.browser
+    browser.run("(import('/progress.js').then(found => { window.progress = found; }), 0)")
+    browser.wait("window.progress")
+    line = browser.run("""(() => {
+      const now = performance.now;
+      performance.now = () => 5000;
+      const shown = window.progress.createProgress();
+      for (const done of [0, 512, 512]) shown.take({ done, total: 2000 });
+      performance.now = now;
+      return shown.element.textContent;
+    })()""")
+    assert line == "prefill: 512 of 2,000 tokens, 0.0 s"
+
+
 def test_sentences_lead_to_passages_and_passages_to_the_words_that_used_them(smollm2_page, tmp_path):
     browser, server = smollm2_page.browser, smollm2_page.server
     smollm2_page.switch("dense", max_tokens=60)
