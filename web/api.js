@@ -1,8 +1,9 @@
 // The server's API, as far as the page uses it.
 
-let key = "";
+let key = "", model;
 export const setKey = value => { key = value; };
 export const hasKey = () => key !== "";
+export const setModel = id => { model = id; };  // that requests are for, unless they say
 
 export class ApiError extends Error {
   constructor(message, status) {
@@ -16,7 +17,7 @@ async function request(path, body, signal) {
   const options = { headers, signal };
   if (body !== undefined) {
     const bytes = body instanceof ArrayBuffer;
-    Object.assign(options, { method: "POST", body: bytes ? body : JSON.stringify(body) });
+    Object.assign(options, { method: "POST", body: bytes ? body : JSON.stringify({ model, ...body }) });
     headers["Content-Type"] = bytes ? "application/octet-stream" : "application/json";
   }
   let response;
@@ -32,7 +33,7 @@ async function request(path, body, signal) {
   throw new ApiError(message, response.status);
 }
 
-export const getModel = async () => (await (await request("v1/models")).json()).data[0];
+export const getModels = async () => (await (await request("v1/models")).json()).data;
 export const tokenize = async (body, signal) => (await request("tokenize", body, signal)).json();
 // A file of any kind that the server reads, as text with its places.
 export const readDocument = async (name, bytes, signal) =>

@@ -1,15 +1,15 @@
-import { getModel, hasKey, setKey } from "./api.js";
+import { getModels, hasKey, setKey, setModel } from "./api.js";
 import { createChat } from "./chat.js";
 import { createExplore } from "./explore.js";
 import { installComparison } from "./comparison.js";
 import { installConversations } from "./conversations.js";
-import { installSettings } from "./settings.js";
+import { installSettings, showSettings } from "./settings.js";
 import { installTheme } from "./theme.js";
 import { number } from "./explorer.js";
 
 const $ = id => document.getElementById(id);
 const TABS = ["chat", "explorer"];
-let model = null;
+let models = [], model = null;
 
 function openTab(name) {
   for (const tab of TABS) {
@@ -30,9 +30,9 @@ function failed(error) {
   $("key").focus();
 }
 
-const explore = createExplore({ isShown: () => !$("explorer").hidden, failed });
+const explore = createExplore({ models: () => models, isShown: () => !$("explorer").hidden, failed });
 const chat = createChat({
-  model: () => model, failed,
+  models: () => models, model: () => model, failed,
   explore: (answer, quietly) => {
     explore.choose(answer);
     if (quietly) return;
@@ -41,9 +41,17 @@ const chat = createChat({
   },
 });
 
+function useModel(chosen) {
+  model = chosen;
+  setModel(model.id);
+  $("model").textContent = (models.length > 1 ? "" : model.id + ", ") + number(model.max_model_len) + " tokens";
+  showSettings(model);
+  chat.count();
+}
+
 async function start() {
   try {
-    model = await getModel();
+    models = await getModels();
   } catch (error) {
     if (error.status !== 401) chat.problem(error.message);
     failed(error);
@@ -51,8 +59,9 @@ async function start() {
   }
   $("key-form").hidden = true;
   chat.problem("");
-  $("model").textContent = model.id + ", " + number(model.max_model_len) + " tokens";
-  installSettings(model);
+  $("models").hidden = models.length === 1;
+  $("models").replaceChildren(...models.map(one => new Option(one.id, one.id)));
+  useModel(models[0]);
   if (location.hash.length > 1) await chat.open(location.hash.slice(1));
 }
 
@@ -68,6 +77,11 @@ $("key-form").addEventListener("submit", event => {
   setKey($("key").value);
   start();
 });
+$("models").addEventListener("change", () => {
+  useModel(models[$("models").selectedIndex]);
+  chat.recount();
+});
+installSettings();
 installTheme($("theme"));
 installComparison();
 installConversations(chat);

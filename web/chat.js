@@ -13,10 +13,11 @@ const $ = id => document.getElementById(id);
 const TITLE = 80;  // characters of a conversation's title
 
 // What is kept of an answer: `settings` are those that were asked for, `measured` what the server says.
-const KEPT = ["text", "thoughts", "ids", "promptIds", "settings", "measured", "usage", "sources", "line"];
+const KEPT = ["model", "text", "thoughts", "ids", "promptIds", "settings", "measured", "usage", "sources", "line"];
 
-// model(): what /v1/models says; failed(error): the key may be missing; explore(answer): shows what it read.
-export function createChat({ model, failed, explore }) {
+// models(), model(): what /v1/models says, and the one that is chosen; failed(error): the key may be missing;
+// explore(answer): shows what it read.
+export function createChat({ models, model, failed, explore }) {
   const turns = [];  // {documents, question, answers, element}; the last answer is the one that counts
   let id = newId(), running = null, counting = null;
 
@@ -136,14 +137,18 @@ export function createChat({ model, failed, explore }) {
     field.focus();
   }
 
+  // Who answered, and how.
+  const byLine = answer => (models().length > 1 || (answer.model && answer.model !== model()?.id)
+    ? answer.model + ": " : "") + settingsLine(answer.measured ?? answer.settings);
+
   function addAnswer(turn, kept) {
     const answer = {
-      text: "", thoughts: "", ids: [], promptIds: [], settings: {}, measured: null, usage: null, sources: [], line: "",
+      model: model()?.id, text: "", thoughts: "", ids: [], promptIds: [], settings: {}, measured: null, usage: null, sources: [], line: "",
       ...kept, question: turn.question, documentOf, box: make("div", "card answer-card"), by: make("p", "by"),
       said: make("div", "said"), lineElement: make("p", "soft"), footer: make("footer"),
     };
     const { box, by, said, footer } = answer;
-    by.textContent = settingsLine(answer.measured ?? answer.settings);
+    by.textContent = byLine(answer);
     footer.append(answer.lineElement);
     box.append(by, said, footer);
     answer.markdown = createMarkdown(said);
@@ -165,7 +170,7 @@ export function createChat({ model, failed, explore }) {
   // Once it is whole.
   function drawWhole(turn, answer) {
     const choose = (index, byKeyboard) => reader.open(answer, index, byKeyboard);
-    answer.by.textContent = settingsLine(answer.measured ?? answer.settings);
+    answer.by.textContent = byLine(answer);
     answer.lineElement.textContent = answer.line;
     drawThoughts(answer);
     const cites = answer.sources.length > 0;
@@ -288,7 +293,7 @@ export function createChat({ model, failed, explore }) {
     turn.answers.push(answer);
     if (answer.measured) {
       answer.line = measuredLine(answer.measured);
-      addMeasured(turn, answer.measured, answer.usage);
+      addMeasured(turn, answer);
     } else {
       answer.line += stopped ? " · stopped" : " · broken off";
     }
@@ -367,7 +372,7 @@ export function createChat({ model, failed, explore }) {
         const answer = addAnswer(turn, kept);
         turn.answers.push(answer);
         drawWhole(turn, answer);
-        if (answer.measured) addMeasured(turn, answer.measured, answer.usage);
+        if (answer.measured) addMeasured(turn, answer);
         explore(answer, true);
       }
     }
@@ -396,5 +401,5 @@ export function createChat({ model, failed, explore }) {
     clear();
     $("question").focus();
   });
-  return { problem, open, count, clear, isOpen: wanted => wanted === id, isRunning: () => running !== null };
+  return { problem, open, count, recount: documents.recount, clear, isOpen: wanted => wanted === id, isRunning: () => running !== null };
 }

@@ -4,14 +4,15 @@ import { attentionName } from "./settings.js";
 
 const MOST = 100;
 const $ = id => document.getElementById(id);
-let rows = [];  // {turn, measured, usage}, the latest first
+let rows = [];  // {turn, model, measured, usage}, the latest first
 
 const speed = value => value > 0 ? number(Math.round(value * (value < 10 ? 10 : 1)) / (value < 10 ? 10 : 1)) : "–";
 const times = value => Number.isFinite(value) && value > 0 ? value.toFixed(value < 10 ? 1 : 0) + "×" : "–";
 export const seconds = value => value < 10 ? value.toFixed(2) : value.toFixed(1);
 
 const KINDS = [["prefill", "prompt_tokens_per_s"], ["decode", "decode_tokens_per_s"]];
-const denseOf = row => rows.find(one => one.turn === row.turn && one.measured.attention === "dense");
+const isLike = (row, other) => row.turn === other.turn && row.model === other.model;
+const denseOf = row => rows.find(one => isLike(one, row) && one.measured.attention === "dense");
 // The speed of a prefill says little where most of the prompt was in the cache.
 const isFresh = ({ measured, usage }) => 2 * measured.cached_prompt_tokens < usage.prompt_tokens;
 function timesDense(row, key) {
@@ -26,8 +27,9 @@ function makeRow(row) {
   }
   if (!denseOf(row) || measured.attention === "dense") against.textContent = "–";
   else against.textContent = KINDS.map(([, key]) => times(timesDense(row, key))).join(" ");
-  const element = make("tr");
-  element.append(make("td", "", attentionName(measured.attention)), make("td", "", measured.top_k ?? "–"), prompt,
+  const element = make("tr"), name = make("td", "", attentionName(measured.attention));
+  if (rows.some(one => one.model !== row.model)) name.append(make("small", "model", row.model));
+  element.append(name, make("td", "", measured.top_k ?? "–"), prompt,
     make("td", "", seconds(measured.time_to_first_token_s)), make("td", "", speed(measured.prompt_tokens_per_s)),
     make("td", "", speed(measured.decode_tokens_per_s)), against, make("td", "", percent(measured.read_share)));
   return element;
@@ -35,11 +37,11 @@ function makeRow(row) {
 
 // The latest question that was answered in several ways: a bar for each.
 function makeChart() {
-  const latest = rows.find(row => rows.some(one => one.turn === row.turn &&
+  const latest = rows.find(row => rows.some(one => isLike(one, row) &&
     one.measured.attention !== row.measured.attention));
   if (!latest) return [];
   const own = [];  // one of each attention, in the order in which they were asked
-  for (const row of rows.filter(one => one.turn === latest.turn)) {
+  for (const row of rows.filter(one => isLike(one, latest))) {
     if (!own.some(one => one.measured.attention === row.measured.attention)) own.unshift(row);
   }
   return KINDS.map(([name, key]) => {
@@ -66,10 +68,10 @@ function show() {
   $("compare-chart").replaceChildren(...makeChart());
 }
 
-// measured: the object `phsa` of an answer; usage: OpenAI's; turn: the question that it answers.
-export function addMeasured(turn, measured, usage) {
+// turn: the question; measured: the object `phsa` of its answer; usage: OpenAI's.
+export function addMeasured(turn, { model, measured, usage }) {
   if (rows.some(row => row.measured === measured)) return;
-  rows.unshift({ turn, measured, usage });
+  rows.unshift({ turn, model, measured, usage });
   rows = rows.slice(0, MOST);
   show();
 }

@@ -105,6 +105,9 @@ export function createDocuments({ context, problem, failed, changed }) {
   async function add(document) {
     current = [...current, document];
     problem("");
+    await count(document);
+  }
+  async function count(document) {
     told();
     try {
       document.tokens = await countTokens(document.text);
@@ -185,6 +188,14 @@ export function createDocuments({ context, problem, failed, changed }) {
       for (const file of reading) file.stop.abort();
       current = [];
       told();
+    },
+    // Another model has other tokens.
+    recount() {
+      problem("");
+      for (const document of current) {
+        document.tokens = undefined;
+        count(document);
+      }
     },
     isCounted: () => reading.size === 0 && current.every(document => document.tokens !== undefined),
     // Why a question cannot be asked now; "": it can.

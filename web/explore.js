@@ -1,6 +1,6 @@
 // The explorer's tab: which answer is shown, and how it is to have been read.
 import { createExplorer, make, packInspection } from "./explorer.js";
-import { inspect } from "./api.js";
+import { ApiError, inspect } from "./api.js";
 import { attentionName, attentionSettings } from "./settings.js";
 import { createProgress } from "./progress.js";
 
@@ -8,8 +8,8 @@ const $ = id => document.getElementById(id);
 const MOST_TOKENS = 256;  // of an answer, as the server allows
 const KEPT = 8;  // inspections that need not be asked for again
 
-// isShown(): the tab is in front; failed(error): the key may be missing.
-export function createExplore({ isShown, failed }) {
+// models(): what /v1/models says; isShown(): the tab is in front; failed(error): the key may be missing.
+export function createExplore({ models, isShown, failed }) {
   const answers = [];
   let drawn = null, asking = null, explorer = null;
   const kept = new Map();  // by what was asked, the latest last
@@ -48,7 +48,7 @@ export function createExplore({ isShown, failed }) {
     $("explore-progress").replaceChildren(progress.element);
     $("explore-stop").hidden = false;
     try {
-      const body = { prompt: answer.promptIds, answer: answer.ids.slice(0, MOST_TOKENS), phsa: settings };
+      const body = { model: answer.model, prompt: answer.promptIds, answer: answer.ids.slice(0, MOST_TOKENS), phsa: settings };
       const found = await inspect(body, progress.take, signal);
       // The last token is nobody's query: nothing was written after it.
       found.queries = found.queries.filter(query => query.position + 1 < found.text.length);
@@ -82,6 +82,10 @@ export function createExplore({ isShown, failed }) {
     $("explore-note").textContent = "";
     $("explore-view").classList.add("stale");
     try {
+      // Tokens are those of one model.
+      if (!models().some(model => model.id === answer.model)) {
+        throw new ApiError("This answer is " + answer.model + "'s, which is not served here; ask again.", 0);
+      }
       const found = kept.get(wish) ?? await ask(answer, settings, mine.signal);
       kept.delete(wish);
       kept.set(wish, found);

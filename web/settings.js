@@ -41,17 +41,19 @@ export function settingsLine({ attention, top_k: k, lambda, init, local, parts }
     ...some("local", local), ...(parts > 1 ? some("parts", parts) : [])].join(", ");
 }
 
-// Begins with what the server does by itself; its numbers stand in the empty fields.
-export function installSettings(model) {
+// What the server does by itself with this model is chosen, and its numbers stand in the empty fields.
+export function showSettings(model) {
   const { attention, settings, sampling } = model.phsa;
   own = attention;
   chatTokens = model.phsa.chat_tokens;
-  const radio = document.querySelector(`[name=attention][value="${CSS.escape(attention)}"]`);
-  if (radio) radio.checked = true;
+  for (const radio of document.getElementsByName("attention")) radio.checked = radio.value === attention;
   const shown = { "top-k": settings.top_k, lambda: settings.lambda, init: settings.init_tokens,
     local: settings.local_tokens, "max-tokens": chatTokens, temperature: sampling.temperature };
   for (const [id, value] of Object.entries(shown)) $(id).placeholder = Array.isArray(value) ? "by head" : value;
   $("parts").options[0].text = `as the server (${settings.parts ?? 1})`;
-  for (const input of document.getElementsByName("attention")) input.addEventListener("change", applies);
   applies();
+}
+
+export function installSettings() {
+  for (const input of document.getElementsByName("attention")) input.addEventListener("change", applies);
 }

@@ -599,6 +599,58 @@ def test_a_model_without_a_chat_template_goes_on_with_the_text_and_has_sources_t
         assert chromium.run("document.querySelector('mark[aria-pressed=true]').textContent") == passages[0]
 
 
+def test_one_of_several_models_is_chosen(page, document):
+    """As a server of several lists them; this one answers to every name."""
+    browser = page.browser
+    twice = """(() => {
+      const ask = window.fetch;
+      window.fetch = async (path, options) => {
+        const answer = await ask(path, options);
+        if (path !== "v1/models") return answer;
+        const found = await answer.json(), other = structuredClone(found.data[0]);
+        Object.assign(other, { id: "other", max_model_len: 600 });
+        other.phsa.settings.top_k = 7;
+        found.data.push(other);
+        return new Response(JSON.stringify(found));
+      };
+    })()"""
+    added = browser.devtools("Page.addScriptToEvaluateOnNewDocument", source=twice)
+    try:
+        browser.go(page.origin)
+        page.loaded()
+        page.switch("dense", max_tokens=3)
+        page.attach(document)
+        page.ask("Who?")
+        browser.choose("#models", "other")
+        browser.wait("/600 tokens/.test(document.querySelector('#model').textContent)")
+        assert browser.run("document.querySelector('#top-k').placeholder") == "7"
+        page.ask("And?")
+        assert [body["model"] for body in sent(browser, "/v1/chat/completions")] == ["tiny", "other"]
+        assert browser.texts(".by") == ["tiny: dense", "other: dense"]
+        browser.choose("#models", "tiny")
+        page.explore()
+        assert [body["model"] for body in sent(browser, "/inspect")] == ["other"]  # whose tokens they are
+        kept = browser.run("location.hash")
+        browser.resize(390, 844, mobile=True)
+        ends = browser.run(
+            "['#models', '#tab-explorer', '#theme'].map(css => "
+            "document.querySelector(css).getBoundingClientRect().right)"
+        )
+        assert all(0 < end <= 390 for end in ends)
+        assert browser.run("(e => e.scrollWidth <= e.clientWidth)(document.querySelector('.tabs'))")
+        browser.resize(1280, 900)
+    finally:
+        browser.devtools("Page.removeScriptToEvaluateOnNewDocument", **added)
+    # Where that model is not served, nobody else explores its tokens.
+    browser.go("about:blank")
+    browser.go(page.origin + kept)
+    browser.wait("document.querySelectorAll('.copy').length === 2")
+    assert browser.texts(".by") == ["dense", "other: dense"]
+    browser.click(".turn:last-of-type .explore")
+    browser.wait("!document.querySelector('#explore-problem').hidden")
+    assert "other" in browser.text("#explore-problem") and sent(browser, "/inspect") == []
+
+
 def test_files_that_are_no_plain_text_are_documents_too(page, tmp_path):
     browser = page.browser
     (tmp_path / "keeper.docx").write_bytes(write_docx("The keeper was Jonas.", "He trimmed the wick."))
