@@ -143,7 +143,8 @@ export function createChat({ models, model, failed, explore }) {
 
   function addAnswer(turn, kept) {
     const answer = {
-      model: model()?.id, text: "", thoughts: "", ids: [], promptIds: [], settings: {}, measured: null, usage: null, sources: [], line: "",
+      model: model()?.id, text: "", thoughts: "", ids: [], promptIds: [], settings: {}, measured: null, usage: null,
+      sources: [], line: "",
       ...kept, question: turn.question, documentOf, box: make("div", "card answer-card"), by: make("p", "by"),
       said: make("div", "said"), lineElement: make("p", "soft"), footer: make("footer"),
     };
@@ -401,5 +402,8 @@ export function createChat({ models, model, failed, explore }) {
     clear();
     $("question").focus();
   });
-  return { problem, open, count, recount: documents.recount, clear, isOpen: wanted => wanted === id, isRunning: () => running !== null };
+  return {
+    problem, open, count, clear, recount: documents.recount, isOpen: wanted => wanted === id,
+    isRunning: () => running !== null,
+  };
 }

@@ -48,7 +48,9 @@ export function createExplore({ models, isShown, failed }) {
     $("explore-progress").replaceChildren(progress.element);
     $("explore-stop").hidden = false;
     try {
-      const body = { model: answer.model, prompt: answer.promptIds, answer: answer.ids.slice(0, MOST_TOKENS), phsa: settings };
+      const body = {
+        model: answer.model, prompt: answer.promptIds, answer: answer.ids.slice(0, MOST_TOKENS), phsa: settings,
+      };
       const found = await inspect(body, progress.take, signal);
       // The last token is nobody's query: nothing was written after it.
       found.queries = found.queries.filter(query => query.position + 1 < found.text.length);

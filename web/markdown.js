@@ -5,7 +5,8 @@ import { make, makeButton } from "./explorer.js";
 const DEEPEST = 8;  // of blocks or emphasis within each other: beyond it is plain text
 const LINK = /!?\[([^[\]\n]*)\]\(<?([^\s()<>]+)>?(?: +"[^"\n]*")?\)/y;
 const ADDRESS = /https?:\/\/[^\s<>()[\]"'`*]+[^\s<>()[\]"'`*.,;:!?]/y;
-const FENCE = /^( {0,3})(`{3,}|~{3,}) *([^\s`]*)[^`]*$/, HEADING = /^ {0,3}(#{1,6})(?: +|$)/, RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
+const FENCE = /^( {0,3})(`{3,}|~{3,}) *([^\s`]*)[^`]*$/, HEADING = /^ {0,3}(#{1,6})(?: +|$)/;
+const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])( +|$)/, QUOTE = /^ {0,3}> ?/, ROW = /^ {0,3}\|?[^|\n]*\|/;
 const DIVIDER = /^ {0,3}\|?( *:?-+:? *\|)* *:?-+:? *\|? *$/;
 
@@ -41,7 +42,7 @@ export function createMarkdown(box) {
   let drawn = [];  // {source, node} of the blocks of the outermost level
   let text = "", decorate = null;
 
-  // A block's lines: {begin, end} in the text; what precedes them (a quotation's mark, an item's indentation) is not in.
+  // A block's lines: {begin, end} in the text, without what precedes them (a quotation's mark, an item's indentation).
   const lineText = line => text.slice(line.begin, line.end);
   const linesOf = () => {
     const lines = [];

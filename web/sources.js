@@ -1,12 +1,12 @@
-// Where an answer was read from: its sentences lead to passages of the documents, and those to the words that used them.
+// Where an answer was read from: its sentences lead to passages of the documents, those to the words that used them.
 import { make, makeButton, percent, rove } from "./explorer.js";
 import { placeOf } from "./documents.js";
 
 const $ = id => document.getElementById(id);
 const CITED = 3;  // passages that a sentence leads to, at most
 
-// What the server found for an answer's text, in the documents of the conversation. parts: [{begin, end, message, turn, document}], where
-// each document stands in the request. The index of a document is its place in its turn.
+// What the server found for an answer's text, in the documents of the conversation. parts: where each of those stands in
+// the request, [{begin, end, message, turn, document}]; a document is named by its index in its turn.
 export function locateSources(found, parts, answer) {
   const sources = [];
   for (const source of found) {
