@@ -11,6 +11,7 @@ import { load, newId, save } from "./store.js";
 
 const $ = id => document.getElementById(id);
 const TITLE = 80;  // characters of a conversation's title
+const SILENT = 3;  // tokens in whose time none came
 
 // What is kept of an answer: `settings` are those that were asked for, `measured` what the server says.
 const KEPT = ["model", "text", "thoughts", "ids", "promptIds", "settings", "measured", "usage", "sources", "line"];
@@ -207,7 +208,7 @@ export function createChat({ models, model, failed, explore }) {
     const answer = addAnswer(turn, { settings }), begun = performance.now(), progress = createProgress();
     const since = () => (performance.now() - begun) / 1000;
     running = new AbortController();
-    let first = 0, last = 0, share = 0, drawing = 0;
+    let first = 0, last = 0, share = 0, drawing = 0, seeksSources = false;
     answer.box.setAttribute("aria-busy", "true");  // a screen reader waits until the answer is whole
     answer.footer.prepend(progress.element);
     const live = () => {
@@ -217,7 +218,9 @@ export function createChat({ models, model, failed, explore }) {
       const speed = (answer.ids.length - 1) / (last - first);
       answer.line = "first token " + seconds(first) + " s · " + number(answer.ids.length) + " tokens" +
         (answer.ids.length > 1 ? " · " + speed.toFixed(1) + " tokens/s" : "") + " · " + percent(share) + " read";
-      answer.lineElement.textContent = answer.line;
+      // Nothing tells when the answer has ended and its sources are sought, but that no token comes any more.
+      const seeks = seeksSources && since() - last > Math.max(1, SILENT / speed);
+      answer.lineElement.textContent = answer.line + (seeks ? " · looking for its sources" : "");
     };
     const draw = () => {
       drawing = 0;
@@ -233,7 +236,8 @@ export function createChat({ models, model, failed, explore }) {
     let trouble = null;
     try {
       const { body, parts } = promptOf(turns.slice(0, turns.indexOf(turn)), turn);
-      const sources = parts.length > 0 && wantsSources() ? { sources: true } : {};
+      seeksSources = parts.length > 0 && wantsSources();
+      const sources = seeksSources ? { sources: true } : {};
       Object.assign(body, answerSettings(isChat()), { phsa: { ...settings, progress: true, ...sources },
         return_token_ids: true });
       for await (const chunk of stream(isChat() ? "v1/chat/completions" : "v1/completions", body, running.signal)) {

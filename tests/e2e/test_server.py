@@ -332,6 +332,26 @@ def test_an_inspection_of_an_answer_reads_its_end_only_and_tells_how_far_it_is(s
     refused(server.post("/inspect", status=400, prompt="x", stream=1), "stream")
 
 
+def test_inspections_and_answers_share_a_cache_that_holds_one_text(tiny):
+    text = TEXT.read_text()[:900]
+    with Server(tiny, "--weights", "f32", "-c", "1024", "--cache-tokens", "1024") as server:
+        ways = [SMALL, {**SMALL, "top_k": 3}]
+        answers = [server.complete(text, max_tokens=20, return_token_ids=True, phsa=way)["choices"] for way in ways]
+        alone = [
+            server.post("/inspect", prompt=text, answer=choices[0]["token_ids"], phsa=way)
+            for choices, way in zip(answers, ways, strict=True)
+        ]
+
+        def ask(i):
+            way, choices = ways[i % 2], answers[i % 2]
+            if i % 3 == 0:
+                return server.complete(text, max_tokens=20, return_token_ids=True, phsa=way)["choices"] == choices
+            return server.post("/inspect", prompt=text, answer=choices[0]["token_ids"], phsa=way) == alone[i % 2]
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(ask, range(24)))
+
+
 def test_a_stream_tells_how_far_the_prompt_is_where_it_is_asked_to(server):
     text = "Prefill. " + TEXT.read_text()[:1500]
     events = server.stream("/v1/completions", prompt=text, max_tokens=2, phsa={"progress": True})
