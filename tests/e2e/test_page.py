@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from conftest import ROOT, run_phsa
@@ -42,6 +43,25 @@ def chromium(tmp_path_factory):
     browser = Browser(tmp_path_factory.mktemp("chromium"))
     yield browser
     browser.close()
+
+
+def write_pdf(*pages):
+    """A PDF with a line of text on each page."""
+    kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
+    objects = ["<</Type/Catalog/Pages 2 0 R>>", f"<</Type/Pages/Kids[{kids}]/Count {len(pages)}>>"]
+    objects.append("<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>")
+    for i, text in enumerate(pages):
+        stream = f"BT /F1 12 Tf 72 700 Td ({text}) Tj ET"
+        used = f"/Resources<</Font<</F1 3 0 R>>>>/Contents {5 + 2 * i} 0 R"
+        objects.append(f"<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]{used}>>")
+        objects.append(f"<</Length {len(stream)}>>stream\n{stream}\nendstream")
+    data, offsets = "%PDF-1.4\n", []
+    for i, text in enumerate(objects):
+        offsets.append(len(data))
+        data += f"{i + 1} 0 obj{text}endobj\n"
+    table = "".join(f"{offset:010d} 00000 n \n" for offset in offsets)
+    end = f"trailer<</Size {len(objects) + 1}/Root 1 0 R>>\nstartxref\n{len(data)}\n%%EOF"
+    return f"{data}xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}{end}".encode()
 
 
 class Page:
@@ -665,6 +685,19 @@ def test_files_that_are_no_plain_text_are_documents_too(page, tmp_path):
     assert body["messages"] == [{"role": "user", "content": said}]
     assert browser.texts(".asked .name") == ["keeper.docx", "page.html"]
     assert browser.run("document.querySelector('#documents').hidden")  # the next question goes without them
+
+
+@pytest.mark.skipif(shutil.which("pdftotext") is None, reason="pdftotext is not here")
+def test_a_source_in_a_pdf_is_named_by_its_page(smollm2_page, tmp_path):
+    browser = smollm2_page.browser
+    pages = ("The harbour is old. Ships come in May.", "The keeper is called Jonas Brandt.", "Bees live in the hive.")
+    (tmp_path / "paper.pdf").write_bytes(write_pdf(*pages))
+    smollm2_page.switch("dense", max_tokens=12)
+    smollm2_page.attach(tmp_path / "paper.pdf")
+    smollm2_page.ask("What is the keeper called?")
+    assert "Brandt" in smollm2_page.answers()[0]
+    found = dict(zip(browser.texts(".source .place"), browser.texts(".source .quote"), strict=True))
+    assert found["paper.pdf, page 2"].startswith(pages[1])
 
 
 def test_all_three_are_asked_and_compared(page, tmp_path):
