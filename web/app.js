@@ -24,7 +24,6 @@ function failed(error) {
   if (error.status !== 401) return;
   $("key-label").textContent = hasKey() ? "This key is wrong; give the one that the server was started with"
     : "The server asks for a key";
-  $("key-form").classList.toggle("wrong", hasKey());
   $("key-form").hidden = false;
   $("key").select();
   $("key").focus();

@@ -4,7 +4,7 @@ import { make, number } from "./explorer.js";
 const LATEST = 4;  // steps that the speed is taken from
 const RATHER = 2;  // seconds without news after which nothing is foreseen
 
-export function formatLeft(seconds) {
+function formatLeft(seconds) {
   if (seconds < 1) return "less than 1 s left";
   if (seconds < 90) return Math.ceil(seconds) + " s left";
   return Math.ceil(seconds / 60) + " min left";
