@@ -1054,6 +1054,65 @@ TEST(Scheduler, PagesThatAreReservedAreLeftFree) {
   EXPECT_TRUE(scheduler.Take(second));
 }
 
+TEST(Scheduler, WhatThereIsOfAPromptIsToldWhenItBeginsAndAfterEachStepButTheLast) {
+  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(512, 64));
+  std::vector<std::pair<int32_t, int32_t>> told;
+  Request request = MakeRequest(Tokens(200), Greedy(4));
+  request.prefill = [&](int32_t done, int32_t total) { told.emplace_back(done, total); };
+  Scheduler scheduler(*engine, 4);
+  const int64_t first = scheduler.Add(request);
+  while (!scheduler.Take(first)) scheduler.Step();
+  EXPECT_EQ(told, (std::vector<std::pair<int32_t, int32_t>>{{0, 200}, {64, 200}, {128, 200}, {192, 200}}));
+  // What is there already is said at once.
+  told.clear();
+  const int64_t second = scheduler.Add(request);
+  while (!scheduler.Take(second)) scheduler.Step();
+  EXPECT_EQ(told, (std::vector<std::pair<int32_t, int32_t>>{{199, 200}}));
+}
+
+TEST(Scheduler, WhoReservesPagesBeginsWithWhatIsThereAndHoldsOnlyTheRest) {
+  EngineOptions options = FakeOptions(512, 64);  // four pages
+  options.other_attention = true;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  Scheduler scheduler(*engine, 4);
+  Request request = MakeRequest(Tokens(300), Greedy(10));
+  request.options.ignore_eos = true;
+  const int64_t id = scheduler.Add(request);
+  while (!scheduler.Take(id)) scheduler.Step();
+  const std::vector<int32_t> prompt = Tokens(300), other = Tokens(300, 9);
+  EXPECT_EQ(scheduler.Known(prompt, nullptr), 300);
+  EXPECT_EQ(scheduler.Known(std::span(prompt).first(250), nullptr), 250);
+  EXPECT_EQ(scheduler.Known(other, nullptr), 0);
+  const auto sparse = engine->MakeAttention({.base = SmallSettings(Policy::kPhsa, 2), .layers = {}});
+  EXPECT_EQ(scheduler.Known(prompt, sparse.get()), 0);
+  {
+    Sequence none = scheduler.Begin(other, sparse);
+    EXPECT_EQ(none.length(), 0);
+    EXPECT_EQ(none.attention(), sparse.get());
+  }
+
+  // One page is free, and it is enough for who needs only the end of a text of three.
+  scheduler.Reserve(128);
+  EXPECT_TRUE(scheduler.HasReserve());
+  Sequence text = scheduler.Begin(prompt, nullptr);
+  EXPECT_EQ(text.length(), 300);
+  EXPECT_EQ(text.tokens(), prompt);
+  // A request that comes now takes the kept text's place, but neither what was begun nor the page that was promised.
+  const int64_t waiting = scheduler.Add(MakeRequest(other, Greedy(3)));
+  for (int i = 0; i < 20; ++i) scheduler.Step();
+  EXPECT_FALSE(scheduler.Take(waiting));
+  EXPECT_EQ(scheduler.waiting(), 1);
+  EXPECT_EQ(engine->cache().free_pages(), 1);
+  text.Append(Tokens(60, 3));  // its last page is the kept text's too, and is copied
+  EXPECT_EQ(engine->cache().free_pages(), 0);
+  scheduler.Reserve(0);
+  scheduler.Keep(std::move(text));
+  EXPECT_EQ(scheduler.Known(Joined(prompt, Tokens(60, 3)), nullptr), 360);
+  while (scheduler.Step()) {
+  }
+  EXPECT_TRUE(scheduler.Take(waiting));
+}
+
 TEST(Scheduler, SomethingMayBeDoneWithTheTextOfAnEndedAnswerWhileOthersGoOn) {
   EngineOptions options = FakeOptions(640, 64);
   options.cache_tokens = 2048;

@@ -137,12 +137,42 @@ class Scheduler::Impl {
   void Reserve(int32_t tokens) {
     reserved_ = PagesFor(static_cast<size_t>(tokens));
     granted_ = false;
+    begun_.clear();
   }
 
   bool HasReserve() {
     while (Free() < PagesToCome(nullptr) && !kept_.empty()) ShrinkKept();
     granted_ = Free() >= PagesToCome(nullptr);
     return granted_;
+  }
+
+  int32_t Known(std::span<const int32_t> tokens, const TextAttention* attention) const {
+    return static_cast<int32_t>(FindSharedText(tokens, attention).tokens);
+  }
+
+  Sequence Begin(std::span<const int32_t> tokens, std::shared_ptr<const TextAttention> attention) {
+    const SharedText shared = FindSharedText(tokens, attention.get());
+    if (shared.sequence == nullptr) return Sequence(engine_.cache(), std::move(attention));
+    Sequence text = shared.sequence->Fork();
+    text.Truncate(static_cast<int32_t>(shared.tokens));
+    begun_ = text.pages();
+    return text;
+  }
+
+  void Keep(Sequence sequence) {
+    if (static_cast<size_t>(sequence.length()) < kWorthSharing) return;
+    const auto begins = [](const Sequence& a, const Sequence& b) {
+      return a.attention() == b.attention() && CommonPrefix(a.tokens(), b.tokens()) == a.tokens().size();
+    };
+    const auto longer =
+        std::find_if(kept_.begin(), kept_.end(), [&](const auto& kept) { return begins(sequence, kept); });
+    if (longer != kept_.end()) {
+      std::rotate(longer, longer + 1, kept_.end());  // it has been of use: now it is the youngest
+      return;
+    }
+    std::erase_if(kept_, [&](const Sequence& kept) { return begins(kept, sequence); });
+    kept_.push_back(std::move(sequence));
+    if (kept_.size() > kKeptTexts) kept_.pop_front();
   }
 
   size_t waiting() const { return waiting_.size(); }
@@ -165,6 +195,11 @@ class Scheduler::Impl {
       job.error = std::current_exception();
       Finish(job);
     }
+  }
+
+  void TellPrefill(Job& job) {
+    if (!job.request.prefill || job.answers()) return;
+    Guarded(job, [&] { job.request.prefill(job.sequence.length(), static_cast<int32_t>(job.prompt().size())); });
   }
 
   void EndIfStopped(Job& job) {
@@ -226,22 +261,6 @@ class Scheduler::Impl {
     take_finished(running_);
   }
 
-  void Keep(Sequence sequence) {
-    if (static_cast<size_t>(sequence.length()) < kWorthSharing) return;
-    const auto begins = [](const Sequence& a, const Sequence& b) {
-      return a.attention() == b.attention() && CommonPrefix(a.tokens(), b.tokens()) == a.tokens().size();
-    };
-    const auto longer =
-        std::find_if(kept_.begin(), kept_.end(), [&](const auto& kept) { return begins(sequence, kept); });
-    if (longer != kept_.end()) {
-      std::rotate(longer, longer + 1, kept_.end());  // it has been of use: now it is the youngest
-      return;
-    }
-    std::erase_if(kept_, [&](const Sequence& kept) { return begins(kept, sequence); });
-    kept_.push_back(std::move(sequence));
-    if (kept_.size() > kKeptTexts) kept_.pop_front();
-  }
-
   size_t Free() const { return static_cast<size_t>(engine_.cache().free_pages()); }
 
   // Pages that this one takes soon: for the rest of its prompt and for some of its answer, or for what is done with its
@@ -280,15 +299,17 @@ class Scheduler::Impl {
   };
   OwnPages CountPages(const Job* extra) const {
     std::vector<bool> seen(static_cast<size_t>(engine_.cache().num_pages()));
-    const auto count_new = [&](const Sequence& sequence) {
+    const auto count_pages = [&](const std::vector<int32_t>& pages) {
       size_t count = 0;
-      for (const int32_t page : sequence.pages()) {
+      for (const int32_t page : pages) {
         if (!seen[static_cast<size_t>(page)]) ++count;
         seen[static_cast<size_t>(page)] = true;
       }
       return count;
     };
+    const auto count_new = [&](const Sequence& sequence) { return count_pages(sequence.pages()); };
     OwnPages count;
+    count.of_requests += count_pages(begun_);  // in use, and none of the reserve
     for (const auto& job : running_) count.of_requests += count_new(job->sequence);
     for (const auto& job : ended_) count.of_requests += count_new(job->sequence);
     if (extra != nullptr) count.of_requests += count_new(extra->sequence);
@@ -364,11 +385,12 @@ class Scheduler::Impl {
     size_t tokens = 0;
   };
   // The text that has the most of a prompt's beginning, where that is worth it.
-  SharedText FindSharedText(const Job& job) const {
+  SharedText FindSharedText(const Job& job) const { return FindSharedText(Shareable(job), job.sequence.attention()); }
+  SharedText FindSharedText(std::span<const int32_t> prompt, const TextAttention* attention) const {
     SharedText best;
     const auto consider = [&](const Sequence& sequence) {
-      if (!job.reads_like(sequence)) return;
-      const size_t tokens = CommonPrefix(sequence.tokens(), Shareable(job));
+      if (sequence.attention() != attention) return;
+      const size_t tokens = CommonPrefix(sequence.tokens(), prompt);
       if (tokens >= kWorthSharing && tokens > best.tokens) best = {&sequence, tokens};
     };
     for (const auto& other : running_) consider(other->sequence);
@@ -418,6 +440,7 @@ class Scheduler::Impl {
       if (job.sequence.length() > 0 && !MakeRoom(job)) Restart(job);
       if (MakeRoom(job)) {
         if (job.read_before == 0) job.admitted_at = clock_();
+        TellPrefill(job);
         running_.push_back(std::move(waiting_.front()));
         waiting_.pop_front();
         continue;
@@ -542,7 +565,11 @@ class Scheduler::Impl {
       Job& job = *chosen[i].job;
       const auto before = static_cast<size_t>(lengths[i]);
       if (before >= job.read_before) job.answer.result().tokens_read += engine_.decoder().step_tokens_read()[i];
-      if (job.reads_prompt() || job.finished) continue;
+      if (job.finished) continue;
+      if (job.reads_prompt()) {
+        TellPrefill(job);
+        continue;
+      }
       if (before < job.prompt().size() && job.answers()) continue;  // it was read again, and goes on from there
       if (job.first_token_at == 0) {
         job.first_token_at = clock_();
@@ -568,8 +595,9 @@ class Scheduler::Impl {
   std::deque<std::unique_ptr<Job>> ended_;     // whose texts something is done with
   std::deque<Sequence> kept_;                  // texts of finished requests, the oldest first; none begins another
   std::map<int64_t, std::unique_ptr<Job>> finished_;
-  size_t reserved_ = 0;   // pages for somebody else
-  bool granted_ = false;  // who has been told that they are free
+  size_t reserved_ = 0;         // pages for somebody else
+  bool granted_ = false;        // who has been told that they are free
+  std::vector<int32_t> begun_;  // pages of the text that who has the reserve began with
   int64_t preemptions_ = 0;
 };
 
@@ -582,6 +610,13 @@ bool Scheduler::Step() { return impl_->Step(); }
 std::optional<GenerateResult> Scheduler::Take(int64_t id) { return impl_->Take(id); }
 void Scheduler::Reserve(int32_t tokens) { impl_->Reserve(tokens); }
 bool Scheduler::HasReserve() { return impl_->HasReserve(); }
+int32_t Scheduler::Known(std::span<const int32_t> tokens, const TextAttention* attention) const {
+  return impl_->Known(tokens, attention);
+}
+Sequence Scheduler::Begin(std::span<const int32_t> tokens, std::shared_ptr<const TextAttention> attention) {
+  return impl_->Begin(tokens, std::move(attention));
+}
+void Scheduler::Keep(Sequence text) { impl_->Keep(std::move(text)); }
 int32_t Scheduler::waiting() const { return static_cast<int32_t>(impl_->waiting()); }
 int32_t Scheduler::running() const { return static_cast<int32_t>(impl_->running()); }
 int64_t Scheduler::preemptions() const { return impl_->preemptions(); }

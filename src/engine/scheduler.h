@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -24,6 +25,8 @@ struct Request {
   std::function<bool()> stop;                       // asked before every step; may be empty
   // After each token, and at the end: what there is so far; may be empty.
   std::function<void(const GenerateResult& so_far)> progress;
+  // How many of the prompt's tokens there are: when it begins, and after each step but the last; may be empty.
+  std::function<void(int32_t done, int32_t total)> prefill = {};
   std::shared_ptr<const TextAttention> attention = nullptr;  // none: the engine's
   // Called once a step when the answer has ended by itself, with its text, until it says false: nothing is left to do
   // with it. Only then is the request finished. It may use the decoder, may not leave the text longer than it was, and
@@ -68,6 +71,11 @@ class Scheduler {
   // ended; when it has said so, no answer goes on that would leave fewer. 0: nobody needs any.
   void Reserve(int32_t tokens);
   bool HasReserve();
+  // How many of a text's first tokens are there, read in this way: pages that who reads it need not reserve. Begin is a
+  // text that begins with what is there now, for who has the reserve; Keep takes it back, for who comes later.
+  int32_t Known(std::span<const int32_t> tokens, const TextAttention* attention) const;
+  Sequence Begin(std::span<const int32_t> tokens, std::shared_ptr<const TextAttention> attention);
+  void Keep(Sequence text);
 
   int32_t waiting() const;
   int32_t running() const;

@@ -110,9 +110,9 @@ std::optional<uint64_t> Seed(const Fields& fields) {
 
 // What the object "phsa" says of the attention; what it leaves out is the server's.
 AttentionChoice AskedAttention(const Fields& fields) {
-  static constexpr std::array<std::string_view, 12> kKeys = {"attention",   "top_k",       "parts",        "survivors",
-                                                             "lambda",      "init",        "local",        "block",
-                                                             "dense_below", "punctuation", "group_reduce", "sources"};
+  static constexpr std::array<std::string_view, 13> kKeys = {
+      "attention", "top_k",       "parts",       "survivors",    "lambda",  "init",    "local",
+      "block",     "dense_below", "punctuation", "group_reduce", "sources", "progress"};
   AttentionChoice asked;
   asked.policy.clear();
   const std::optional<Fields> own = fields.Object("phsa");
@@ -291,6 +291,7 @@ GenerationRequest ReadCommon(const Fields& fields, const ServedModel& model, con
       fields.Named("temperature", [&] { return ResolveSampling(sampling, model.engine.config()); });
   request.attention = Attention(fields, model);
   request.sources = ReadSources(fields);
+  if (const std::optional<Fields> own = fields.Object("phsa")) request.progress = own->Bool("progress", false);
   return request;
 }
 
@@ -376,6 +377,7 @@ InspectRequest ParseInspect(std::string_view body, const ServedModel& model) {
   const int32_t otherwise = static_cast<int32_t>(given.size()) + 1;
   request.last = std::min(whole, fields.Int("last", 1, kMaxInspectedTokens + 1).value_or(otherwise));
   request.options.max_tokens = fields.Int("max_tokens", 0, kMaxInspectedTokens).value_or(0);
+  request.stream = fields.Bool("stream", false);
   request.options.sampler.temperature = 0;
 
   AttentionChoice choice = Over(AskedAttention(fields), model.attention);

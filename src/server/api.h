@@ -62,6 +62,7 @@ struct GenerationRequest {
   std::optional<SourceOptions> sources;   // of each answer; none: nobody asks
   bool thinks = false, thinking = false;  // the model may write thoughts; it is in one already
   bool stream = false, include_usage = false, echo = false, return_token_ids = false;
+  bool progress = false;  // a stream tells how much of the prompt there is
 };
 
 struct InspectRequest {
@@ -71,6 +72,7 @@ struct InspectRequest {
   int32_t last = 1;
   GenerateOptions options;
   LayerSettings attention;
+  bool stream = false;  // events with what is there of the prompt, then the inspection
 };
 
 struct TokenizeRequest {

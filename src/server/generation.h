@@ -32,6 +32,7 @@ class Generation : public TaskListener, public std::enable_shared_from_this<Gene
   void Begin();  // where it streams: the head, and for a chat whose turn it is
 
   void OnPart(size_t index, AnswerPart part) override;
+  void OnPrefill(size_t index, int32_t done, int32_t total) override;
   void OnSources(size_t index, AnswerSources sources) override;
   void OnEnd(size_t index, GenerateResult result, const AnswerTimes& times) override;
   void OnInspection(Inspection) override {}

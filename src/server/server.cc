@@ -87,6 +87,7 @@ class Server::Impl {
     for (int32_t i = 1; i < options_.threads; ++i) threads.emplace_back([this] { context_.run(); });
     context_.run();
     for (std::thread& thread : threads) thread.join();
+    service_.Stop();
     // Nothing of ours may be left with the worker when the connections' context goes.
     worker_.CancelAll();
     while (!worker_.Idle()) std::this_thread::sleep_for(kDrainPoll);

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/utf8.h"
 #include "eval/inspect_report.h"
 #include "io/sha256.h"
 #include "server/answers.h"
@@ -21,7 +22,9 @@ namespace {
 // Ways to read that are kept; each has a table of the vocabulary's size.
 constexpr size_t kMaxAttentions = 32;
 constexpr const char* kRetryAfterSeconds = "2";
-constexpr std::string_view kModels = "/v1/models/";
+constexpr std::string_view kModels = "/v1/models/", kDocuments = "/documents";
+constexpr const char *kJson = "application/json", *kBytes = "application/octet-stream";
+constexpr size_t kLongestDocumentName = 1024;
 
 // The page loads nothing from elsewhere and runs no script but its own files.
 constexpr const char* kPagePolicy =
@@ -43,11 +46,12 @@ bool SameKey(const std::string& a, const std::string& b) {
   return difference == 0;
 }
 
-bool IsJson(std::string type) {
+// What a request says of its body, in lower case and without parameters.
+std::string TypeOf(std::string type) {
   type.resize(std::min(type.size(), type.find(';')));
   while (!type.empty() && type.back() == ' ') type.pop_back();
   std::transform(type.begin(), type.end(), type.begin(), [](unsigned char c) { return std::tolower(c); });
-  return type == "application/json";
+  return type;
 }
 
 std::string Unescaped(std::string_view path) {
@@ -70,6 +74,18 @@ std::string Unescaped(std::string_view path) {
   return out;
 }
 
+// Of "path?key=value&…"; empty where the key is not there.
+std::string QueryValue(std::string_view target, std::string_view key) {
+  const size_t question = target.find('?');
+  std::string_view rest = question == std::string_view::npos ? "" : target.substr(question + 1);
+  while (!rest.empty()) {
+    const std::string_view one = rest.substr(0, rest.find('&'));
+    if (one.starts_with(key) && one.substr(key.size()).starts_with('=')) return Unescaped(one.substr(key.size() + 1));
+    rest.remove_prefix(std::min(one.size() + 1, rest.size()));
+  }
+  return "";
+}
+
 HttpResponse JsonResponse(const Json& json) {
   HttpResponse response;
   response.body = JsonBody(json);
@@ -81,29 +97,53 @@ class InspectCall : public TaskListener, public std::enable_shared_from_this<Ins
   InspectCall(InspectRequest request, std::shared_ptr<Exchange> exchange)
       : request_(std::move(request)), exchange_(std::move(exchange)) {}
 
+  void Begin() {
+    if (request_.stream) exchange_->BeginStream();
+  }
+
   void OnPart(size_t, AnswerPart) override {}
+  void OnPrefill(size_t, int32_t done, int32_t total) override {
+    if (!request_.stream) return;
+    exchange_->Post([self = shared_from_this(), done, total] {
+      self->SendEvent(JsonBody({{"phsa", {{"prefill", {{"done", done}, {"total", total}}}}}}));
+    });
+  }
   void OnEnd(size_t, GenerateResult, const AnswerTimes&) override {}
   void OnInspection(Inspection inspection) override {
     exchange_->Post([self = shared_from_this(), inspection = std::move(inspection)]() mutable {
       if (inspection.result.reason == StopReason::kInterrupted) {
-        self->exchange_->Answer(ErrorResponse(HttpError(503, StatusText(503))));
+        self->Fail(HttpError(503, StatusText(503)));
         return;
       }
       // What was given as the answer was read with the prompt.
       inspection.prompt_tokens = self->request_.prompt_tokens;
       inspection.result.text = self->request_.answer + inspection.result.text;
+      if (self->request_.stream) {
+        self->SendEvent(InspectionJson(inspection));
+        self->exchange_->Write("data: [DONE]\n\n");
+        self->exchange_->EndStream();
+        return;
+      }
       HttpResponse response;
       response.body = InspectionJson(inspection);
       self->exchange_->Answer(std::move(response));
     });
   }
   void OnFailure(std::exception_ptr error) override {
-    exchange_->Post([self = shared_from_this(), error = std::move(error)] {
-      self->exchange_->Answer(ErrorResponse(FromException(error)));
-    });
+    exchange_->Post([self = shared_from_this(), error = std::move(error)] { self->Fail(FromException(error)); });
   }
 
  private:
+  void SendEvent(const std::string& json) { exchange_->Write("data: " + json + "\n\n"); }
+  void Fail(const HttpError& error) {
+    if (!request_.stream) {
+      exchange_->Answer(ErrorResponse(error));
+      return;
+    }
+    SendEvent(JsonBody(ErrorJson(error)));
+    exchange_->EndStream();
+  }
+
   const InspectRequest request_;
   const std::shared_ptr<Exchange> exchange_;
 };
@@ -146,6 +186,7 @@ const std::vector<Service::Route>& Service::Routes() {
       {"/v1/messages", "POST", false, nullptr, &Service::Messages},
       {"/v1/messages/count_tokens", "POST", false, &Service::CountTokens, nullptr},
       {"/inspect", "POST", false, nullptr, &Service::Inspect},
+      {"/documents", "POST", false, nullptr, &Service::ReadDocument},
       {"/", "GET", true, &Service::Page, nullptr},
   };
   return routes;
@@ -200,7 +241,12 @@ void Service::CheckHead(const HttpRequest& request) const {
     error.headers = {{"WWW-Authenticate", "Bearer"}};
     throw error;
   }
-  if (!get && !IsJson(request.content_type)) throw HttpError(415, StatusText(415));
+  // Neither is a type that a page of another site may send without asking.
+  const bool bytes = route->path == kDocuments;
+  if (!get && TypeOf(request.content_type) != (bytes ? kBytes : kJson)) {
+    throw HttpError(
+        415, bytes ? "the body is the document's file; send Content-Type: application/octet-stream" : StatusText(415));
+  }
   if (route->begin != nullptr) CheckDraining();
 }
 
@@ -291,6 +337,7 @@ HttpResponse Service::MetricsText(const HttpRequest&) {
 HttpResponse Service::Models(const HttpRequest& request) {
   const MemoryPlan& plan = model_.engine.plan();
   const Settings& settings = model_.engine.options().attention.base;
+  const SamplerSettings sampling = ResolveSampling({}, model_.engine.config());
   const Json model = {{"id", model_.id},
                       {"object", "model"},
                       {"created", started_},
@@ -303,6 +350,13 @@ HttpResponse Service::Models(const HttpRequest& request) {
                         {"weights", plan.weight_types},
                         {"kv_type", plan.kv_type},
                         {"cache_tokens", plan.cache_tokens},
+                        {"sampling",
+                         {{"temperature", Rounded(sampling.temperature)},
+                          {"top_k", sampling.top_k},
+                          {"top_p", Rounded(sampling.top_p)},
+                          {"min_p", Rounded(sampling.min_p)},
+                          {"repetition_penalty", Rounded(sampling.repetition_penalty)}}},
+                        {"chat_tokens", model_.chat_tokens},
                         {"tested_tokens", tested_tokens_ ? Json(*tested_tokens_) : Json()},
                         {"chat_template", model_.chat_template ? Json(model_.chat_template->name()) : Json()}}}};
   const std::string path = PathOf(request.target);
@@ -341,6 +395,23 @@ HttpResponse Service::Detokenize(const HttpRequest& request) {
 
 HttpResponse Service::ApplyTemplate(const HttpRequest& request) {
   return JsonResponse({{"prompt", ParseApplyTemplate(request.body, model_)}});
+}
+
+uint64_t Service::BodyLimit(const HttpRequest& request, uint64_t most) {
+  return PathOf(request.target) == kDocuments ? std::max(most, kLargestDocumentBody) : most;
+}
+
+void Service::ReadDocument(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled) {
+  std::string name = QueryValue(request.target, "name");
+  if (name.empty()) name = "document";
+  if (name.size() > kLongestDocumentName || !IsUtf8(name)) {
+    throw HttpError(400, fmt::format("name is no text in UTF-8 of at most {} bytes", kLongestDocumentName), "name",
+                    "invalid_value");
+  }
+  if (!documents_.Submit(std::move(name), request.body, std::move(exchange), cancelled)) {
+    metrics_.CountRefused();
+    ThrowFull();
+  }
 }
 
 std::shared_ptr<const TextAttention> Service::AttentionFor(const LayerSettings& settings) {
@@ -417,6 +488,7 @@ void Service::Inspect(const HttpRequest& request, std::shared_ptr<Exchange> exch
     metrics_.CountRefused();
     ThrowFull();
   }
+  call->Begin();
 }
 
 }  // namespace phsa::server

@@ -14,6 +14,7 @@
 
 #include "server/allowed_hosts.h"
 #include "server/api.h"
+#include "server/document_reader.h"
 #include "server/http_types.h"
 #include "server/metrics.h"
 #include "server/worker.h"
@@ -40,6 +41,10 @@ class Service {
   void Drain() { draining_ = true; }
   // Headers for every response to this request.
   std::vector<std::pair<std::string, std::string>> CommonHeaders(const HttpRequest& request) const;
+  // Bytes that this request's body may have, where others may have `most`.
+  static uint64_t BodyLimit(const HttpRequest& request, uint64_t most);
+  // What is not the worker's ends; no exchange is held by it any more.
+  void Stop() { documents_.Stop(); }
   // The path by which a request is counted: those that are not there are one.
   static std::string CountedPath(const std::string& target);
 
@@ -67,6 +72,7 @@ class Service {
   template <class Answer>
   void Submit(const std::shared_ptr<Answer>& answer, const Cancelled& cancelled);
   void Inspect(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
+  void ReadDocument(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
   void Generate(GenerationRequest request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
   std::shared_ptr<const TextAttention> AttentionFor(const LayerSettings& settings);
   void NotePastTested(size_t tokens);  // once, in the log
@@ -81,6 +87,7 @@ class Service {
   const std::optional<int32_t> tested_tokens_;
   std::atomic<bool> noted_past_tested_ = false;
   std::atomic<bool> draining_ = false;
+  DocumentReader documents_;
   // Ways to read that requests asked for lately, the latest first: their texts share pages only where the way is one
   // and the same object.
   std::mutex attentions_mutex_;

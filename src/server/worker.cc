@@ -15,6 +15,9 @@ constexpr size_t kMaxInspections = 4;
 // What a step that looks for sources may look at, so that the others' next tokens need not wait long for it.
 constexpr int64_t kSourcePairs = int64_t{1} << 17;
 
+// Pages at the end of a text that others have too are copied before they are written to: at most two.
+constexpr int64_t kCopiedTokens = 2 * kPageTokens;
+
 double Seconds(std::chrono::steady_clock::time_point from) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - from).count();
 }
@@ -148,6 +151,11 @@ void Worker::Begin(Pending pending) {
     AnswerPart part = NewPart(so_far, told);
     if (!part.text.empty() || !part.tokens.empty()) active->listener->OnPart(active->index, std::move(part));
   };
+  if (pending.task.tells_prefill) {
+    request.prefill = [active = active.get()](int32_t done, int32_t total) {
+      active->listener->OnPrefill(active->index, done, total);
+    };
+  }
   if (pending.task.sources != nullptr) {
     const auto prompt_tokens = static_cast<int32_t>(request.prompt.size());
     request.after_from = SourceSearch::FirstRead(pending.task.sources->texts, prompt_tokens);
@@ -249,10 +257,19 @@ void Worker::RunInspection() {
     return inspections_.front();  // only this thread takes it away
   };
   const InspectTask& task = front().task;
-  const auto tokens = static_cast<int64_t>(task.prompt.size()) + task.options.max_tokens;
-  scheduler_->Reserve(static_cast<int32_t>(std::min<int64_t>(tokens, engine_.plan().context)));
+  const auto tokens =
+      std::min<int64_t>(static_cast<int64_t>(task.prompt.size()) + task.options.max_tokens, engine_.plan().context);
+  // An answer that was just written is still there, and so are its prompt's keys.
+  const std::span<const int32_t> before =
+      std::span(task.prompt).first(task.prompt.size() - static_cast<size_t>(task.last));
+  const int32_t known = scheduler_->Known(before, task.attention.get());
+  // What is there ends within a page, and its end may be written to: copies of those.
+  const int64_t copied = known > 0 ? kCopiedTokens : 0;
+  scheduler_->Reserve(static_cast<int32_t>(std::min<int64_t>(tokens - known + copied, engine_.plan().context)));
   const bool stopping = Stopping(front().cancelled);
   if (!stopping && !scheduler_->HasReserve()) return;  // after another step, perhaps
+  Sequence text = scheduler_->Begin(before, task.attention);
+  if (!stopping && text.length() < known) return;  // room was made where it stood
   PendingInspection inspection;
   {
     const std::lock_guard lock(mutex_);
@@ -270,8 +287,10 @@ void Worker::RunInspection() {
       engine_.decoder().Observe(std::move(observer));
       return stopping || Stopping(inspection.cancelled);
     };
+    callbacks.prefill = [&](int32_t done, int32_t total) { inspection.listener->OnPrefill(0, done, total); };
     inspection.listener->OnInspection(Inspect(engine_, inspection.task.prompt, inspection.task.last,
-                                              inspection.task.options, callbacks, inspection.task.attention));
+                                              inspection.task.options, callbacks, inspection.task.attention, &text));
+    scheduler_->Keep(std::move(text));
   } catch (...) {
     inspection.listener->OnFailure(std::current_exception());
   }

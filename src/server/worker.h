@@ -50,7 +50,9 @@ struct AnswerSources {
 class TaskListener {
  public:
   virtual ~TaskListener() = default;
-  virtual void OnPart(size_t index, AnswerPart part) = 0;                 // of tasks that stream
+  virtual void OnPart(size_t index, AnswerPart part) = 0;  // of tasks that stream
+  // Of tasks that ask for it, and inspections: how much of the prompt there is.
+  virtual void OnPrefill(size_t /*index*/, int32_t /*done*/, int32_t /*total*/) {}
   virtual void OnSources(size_t /*index*/, AnswerSources /*sources*/) {}  // of tasks that ask for them, before the end
   virtual void OnEnd(size_t index, GenerateResult result, const AnswerTimes& times) = 0;
   virtual void OnInspection(Inspection inspection) = 0;
@@ -62,7 +64,7 @@ struct Task {
   std::vector<int32_t> prompt;
   GenerateOptions options;
   std::shared_ptr<const TextAttention> attention;  // none: the engine's
-  bool stream = false;
+  bool stream = false, tells_prefill = false;
   std::shared_ptr<const SourceTask> sources = nullptr;  // none: nobody asks for them
 };
 

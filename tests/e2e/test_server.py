@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import http.client
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 
 import pytest
 from conftest import BIN, ROOT, run_phsa
@@ -134,6 +136,16 @@ def tiny(tmp_path_factory):
 def server(tiny):
     with Server(tiny, "--weights", "f32", "--alias", "tiny") as running:
         yield running
+
+
+def write_docx(*paragraphs):
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        space = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+        body = "".join(f"<w:p><w:r><w:t>{text}</w:t></w:r></w:p>" for text in paragraphs)
+        document = f'<w:document xmlns:w="{space}"><w:body>{body}</w:body></w:document>'
+        archive.writestr("word/document.xml", document)
+    return data.getvalue()
 
 
 def refused(answer, param, *words):
@@ -302,6 +314,92 @@ def test_an_inspection_is_what_the_program_prints(server, tiny, tmp_path):
     blocks = [[query["layers"][0]["heads"][0]["blocks"] for query in one["queries"]] for one in (found, again)]
     assert blocks[0] == blocks[1] and [query["answer"] for query in again["queries"]] == [False] + [True] * 5
     refused(server.post("/inspect", status=400, prompt="x", phsa={"attention": "dense"}), "phsa", "dense")
+
+
+def test_an_inspection_of_an_answer_reads_its_end_only_and_tells_how_far_it_is(server):
+    text = TEXT.read_text()[:1700]
+    total = server.post("/tokenize", content=text)["count"]
+    events = server.stream("/inspect", prompt=text, max_tokens=3, phsa={**SMALL, "top_k": 3})
+    done = [event["phsa"]["prefill"] for event in events[:-1]]
+    assert done == [{"done": begin, "total": total} for begin in (0, 512, 1024, 1536)]
+    whole = server.post("/inspect", prompt=text, max_tokens=3, phsa={**SMALL, "top_k": 3})
+    assert events[-1] == whole
+    # What a completion read in the same way is there already.
+    answer = server.complete(text, max_tokens=8, return_token_ids=True, phsa=SMALL)["choices"][0]["token_ids"]
+    *progress, found = server.stream("/inspect", prompt=text, answer=answer, phsa=SMALL)
+    assert [event["phsa"]["prefill"]["done"] for event in progress] == [total - 1]
+    assert len(found["queries"]) == 9
+    refused(server.post("/inspect", status=400, prompt="x", stream=1), "stream")
+
+
+def test_inspections_and_answers_share_a_cache_that_holds_one_text(tiny):
+    text = TEXT.read_text()[:900]
+    with Server(tiny, "--weights", "f32", "-c", "1024", "--cache-tokens", "1024") as server:
+        ways = [SMALL, {**SMALL, "top_k": 3}]
+        answers = [server.complete(text, max_tokens=20, return_token_ids=True, phsa=way)["choices"] for way in ways]
+        alone = [
+            server.post("/inspect", prompt=text, answer=choices[0]["token_ids"], phsa=way)
+            for choices, way in zip(answers, ways, strict=True)
+        ]
+
+        def ask(i):
+            way, choices = ways[i % 2], answers[i % 2]
+            if i % 3 == 0:
+                return server.complete(text, max_tokens=20, return_token_ids=True, phsa=way)["choices"] == choices
+            return server.post("/inspect", prompt=text, answer=choices[0]["token_ids"], phsa=way) == alone[i % 2]
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(ask, range(24)))
+
+
+def test_a_stream_tells_how_far_the_prompt_is_where_it_is_asked_to(server):
+    text = "Prefill. " + TEXT.read_text()[:1500]
+    events = server.stream("/v1/completions", prompt=text, max_tokens=2, phsa={"progress": True})
+    told = [event["phsa"]["prefill"] for event in events if "prefill" in event.get("phsa", {})]
+    total = server.post("/tokenize", content=text)["count"]
+    assert told == [{"choice": 0, "done": done, "total": total} for done in (0, 512, 1024)]
+    assert all(event["choices"] == [] for event in events[: len(told)])
+    plain = server.stream("/v1/completions", prompt=text, max_tokens=2)
+    assert not any("prefill" in event.get("phsa", {}) for event in plain)
+    chat = server.stream(
+        "/v1/chat/completions", messages=[{"role": "user", "content": text}], max_tokens=2, phsa={"progress": True}
+    )
+    assert sum("prefill" in event.get("phsa", {}) for event in chat) == 3
+
+
+def test_a_document_becomes_text_with_the_places_of_its_parts(server):
+    def read(name, data, status=200, kind="application/octet-stream"):
+        path = "/documents" + (f"?name={name}" if name else "")
+        got, _, body = server.request("POST", path, data, {"Content-Type": kind})
+        assert got == status, body
+        return json.loads(body)
+
+    found = read("na%20me.txt", "\U0001f41d bees\nand wasps\n".encode())
+    assert found == {
+        "name": "na me.txt",
+        "text": "\U0001f41d bees\nand wasps\n",
+        "unit": "line",
+        "places": [
+            {"number": 1, "start": 0, "start_utf16": 0},
+            {"number": 2, "start": 7, "start_utf16": 8},
+            {"number": 3, "start": 17, "start_utf16": 18},
+        ],
+    }
+    page = read("", b"<!doctype html><title>T</title><p>One &amp; <b>two</b></p><script>no</script><p>three")
+    assert page["name"] == "document" and page["text"].endswith("One & two\n\nthree")
+    book = read("book.docx", write_docx("A keeper.", "A lamp."))
+    assert book["text"] == "A keeper.\n\nA lamp." and book["unit"] == "paragraph"
+    assert [place["number"] for place in book["places"]] == [1, 2]
+    assert "neither text nor" in read("x.png", b"\x89PNG\0", 400)["error"]["message"]
+    assert "x.pdf" in read("x.pdf", b"%PDF-1.4 nothing", 400)["error"]["message"]
+    assert read("%ff", b"x", 400)["error"]["param"] == "name"
+    assert "octet-stream" in read("x", b"x", 415, "application/json")["error"]["message"]
+    # More than a request in JSON may have.
+    assert len(read("long.txt", b"a bee " * 1_000_000)["text"]) == 6_000_000
+    status, headers, _ = server.request(
+        "POST", "/documents", b"x", {"Content-Type": "application/octet-stream", "Content-Length": str(80 << 20)}
+    )
+    assert status == 413 and headers["Connection"] == "close"
 
 
 def test_others_are_answered_during_an_inspection(server):
@@ -902,7 +1000,9 @@ def test_the_description_is_true(tiny, tmp_path):
         # Functions have any parameters: what is made up of them may be too long for the context. And no schema says
         # that a product, that of `n` and the prompts of a completion, has a limit.
         more_limits = ["completions", "chat/completions", "responses", "messages", "messages/count_tokens"]
-        paths = [word for path in more_limits for word in ("PATHS", f"/v1/{path}")]
+        # And not every file is a document.
+        limited = [*(f"/v1/{path}" for path in more_limits), "/documents"]
+        paths = [word for path in limited for word in ("PATHS", path)]
         for which, examples, more in (
             ("--exclude-path", 30, []),
             ("--include-path", 10, ["--exclude-checks", "positive_data_acceptance"]),
