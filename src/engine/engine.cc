@@ -6,6 +6,7 @@
 #include "base/dtype.h"
 #include "base/errors.h"
 #include "base/mapped_file.h"
+#include "engine/attention_choice.h"
 #include "io/sha256.h"
 #include "model/cpu/cpu_backend.h"
 #include "model/cuda/cuda_backend.h"
@@ -48,16 +49,16 @@ void CheckAttention(const LayerSettings& attention, const ModelConfig& config) {
   }
 }
 
-// What a layer of a page has for representatives at least: what the policies take with the preset's blocks, with as
-// many parts as there may be.
+// What a layer of a page has for representatives at least: what the policies take with the preset's blocks, and what
+// the model carries for those who ask for phsa. More parts than that would cost every text memory: who wants them
+// starts with them.
 size_t RepresentativeRoom(const ModelConfig& config, const EngineOptions& options, int32_t kv_dtype) {
   if (!options.other_attention) return 0;
   size_t room = PageLayout::RepresentativeRoom(config, options.attention, kv_dtype);
-  for (const Policy policy : {Policy::kPhsa, Policy::kInfllm2_64}) {
-    LayerSettings settings;
-    settings.base.policy = policy;
-    if (policy == Policy::kInfllm2_64) settings.base.block_size = 64;
-    if (policy == Policy::kPhsa) settings.base.parts = 8;
+  LayerSettings pooled;
+  pooled.base.policy = Policy::kInfllm2_64;
+  pooled.base.block_size = 64;
+  for (const LayerSettings& settings : {ResolveAttention({.policy = "phsa"}, config, config.context), pooled}) {
     room = std::max(room, PageLayout::RepresentativeRoom(config, settings, kv_dtype));
   }
   return room;
