@@ -9,9 +9,9 @@ be answered with a status below 500 within 60 seconds, and the server is there a
 under a schema and was not cut is JSON. Clients that leave after half a request are among them.
 
 clients: each client sends one request after the other from a fixed set: chats with tools (auto, asked for, by name),
-with schemas, JSON objects and grammars, streams, completions, responses, messages, sources. Every answer must be what
-the lone client was answered, but for ids and times, and valid: the arguments and texts fulfil their schemas. The server
-runs with --weights f32, so that answers do not depend on who else is answered.
+with schemas, JSON objects and grammars, streams, completions, embeddings, responses, messages, sources. Every answer
+must be what the lone client was answered, but for ids and times, and valid: the arguments and texts fulfil their
+schemas. The server runs with --weights f32, so that answers do not depend on who else is answered.
 
 memory: requests of all these kinds one after the other from eight clients; bytes in memory after each tenth of them.
 
@@ -105,6 +105,7 @@ def workload():
         document = [{"role": "user", "content": DOCUMENT + text}]
         kinds.append(("/v1/chat/completions", {**chat, "messages": document, "max_tokens": 16, "phsa": {"sources": 2}}))
         kinds.append(("/v1/completions", {"prompt": text, "max_tokens": 16, "temperature": 0, "logprobs": 2}))
+        kinds.append(("/v1/embeddings", {"input": [text, DOCUMENT]}))
         flat = [{"type": "function", **function} for function in FUNCTIONS]
         kinds.append(
             (
@@ -188,6 +189,8 @@ def comparable(path, body, status, data):
     answer = json.loads(data)
     if path == "/v1/completions":
         return answer["choices"]
+    if path == "/v1/embeddings":
+        return answer["data"]
     if path == "/v1/responses":
         calls = [(item["name"], item["arguments"]) for item in answer["output"] if item["type"] == "function_call"]
         check_calls(calls, "length" if answer["status"] == "incomplete" else "stop", body)
@@ -198,6 +201,13 @@ def comparable(path, body, status, data):
         check_calls(calls, "stop", body)
     assert calls
     return calls
+
+
+def metric(server, name):
+    with contextlib.closing(server.connect()) as connection:
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
 
 
 def clients(args):
@@ -227,7 +237,7 @@ def clients(args):
             done = sum(pool.map(run, range(args.clients)))
         print(
             f"{args.clients} clients, {args.seconds} s: {done} answers, all valid; {len(wrong)} other than the lone "
-            f"client's"
+            f"client's; {metric(server, 'vllm:num_preemptions_total'):.0f} preemptions"
         )
         for one in wrong[:3]:
             print(json.dumps(one, ensure_ascii=False))
