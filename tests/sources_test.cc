@@ -304,14 +304,14 @@ TEST_F(TextCacheTest, TheFileThatSharesTheMostIsFoundAndTheLongerTextTakesThePla
   const std::unique_ptr<Engine> engine = LoadedEngine(options);
   LayerSettings dense;
   const auto other = engine->MakeAttention(dense);
-  const std::vector<int32_t> text = Tokens(1500), longer = Joined(text, Tokens(900, 4)), question = Tokens(50, 3);
+  const std::vector<int32_t> text = Tokens(1500), longer = Joined(text, Tokens(1100, 4)), question = Tokens(50, 3);
   const auto save = [&](const std::vector<int32_t>& tokens, const std::shared_ptr<const TextAttention>& attention) {
     Session session(*engine, attention);
     Read(session, tokens);
     return Cache().Keep(*engine, session.sequence());
   };
   EXPECT_FALSE(Cache().Find(*engine, nullptr, text));
-  EXPECT_TRUE(save(text, nullptr) && save(Joined(Tokens(1100), question), nullptr));
+  EXPECT_TRUE(save(text, nullptr) && save(Joined(Tokens(1100), Tokens(1200, 6)), nullptr));
   EXPECT_EQ(Cache().Find(*engine, nullptr, Joined(text, question))->tokens, 1500u);
   EXPECT_EQ(Cache().Find(*engine, nullptr, longer)->tokens, 1500u);
   EXPECT_FALSE(Cache().Find(*engine, nullptr, Tokens(1500, 9)));
