@@ -374,7 +374,6 @@ def test_lm_eval_chats(server):
     assert model.generate_until(asked, disable_tqdm=True) == [message["content"] for message in own]
 
 
-
 # What is refused, and how.
 
 
