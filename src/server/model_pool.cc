@@ -176,52 +176,38 @@ bool ModelPool::MakeRoom(size_t model, std::unique_lock<std::mutex>& lock) {
 void ModelPool::Serve(std::unique_lock<std::mutex>& lock) {
   const size_t model = waiting_.front().model;
   Entry& entry = entries_[model];
-  if (*waiting_.front().cancelled) {
-    waiting_.pop_front();
-    return;
-  }
-  if (entry.loaded == nullptr) {
+  if (entry.loaded == nullptr && !*waiting_.front().cancelled) {
     wants_room_ = true;
-    if (!MakeRoom(model, lock)) {
-      wake_.wait_for(lock, kRoomPoll);
-      return;
-    }
+    const bool has_room = MakeRoom(model, lock);
+    if (!has_room) wake_.wait_for(lock, kRoomPoll);
+    if (!has_room || waiting_.empty()) return;  // they may all have been refused meanwhile
     wants_room_ = false;
-    busy_ = true;
-    lock.unlock();
-    std::shared_ptr<LoadedModel> loaded;
-    std::exception_ptr failure;
-    const auto begin = Clock::now();
-    try {
+  }
+  const Waiting first = std::move(waiting_.front());
+  waiting_.pop_front();
+  if (*first.cancelled) return;
+  std::shared_ptr<LoadedModel> loaded = entry.loaded;
+  busy_ = true;
+  lock.unlock();
+  try {
+    if (loaded == nullptr) {
+      const auto begin = Clock::now();
       loaded = entry.spec.load();
       if (options_.note) {
         options_.note(fmt::format("{} was loaded in {:.1f} s", Id(entry.spec.descriptions.front()),
                                   std::chrono::duration<double>(Clock::now() - begin).count()));
       }
-    } catch (const std::exception& error) {
-      failure = std::make_exception_ptr(HttpError(
-          503, fmt::format("{} cannot be loaded: {}", Quoted(Id(entry.spec.descriptions.front())), error.what()),
-          "model", "model_not_loaded"));
     }
-    lock.lock();
-    busy_ = false;
-    if (failure) {
-      const Waiting first = std::move(waiting_.front());
-      waiting_.pop_front();
-      lock.unlock();
-      first.fail(failure);
-      lock.lock();
-      return;
-    }
-    entry.loaded = std::move(loaded);
+    first.use(loaded);
+  } catch (const std::exception& error) {
+    first.fail(std::make_exception_ptr(HttpError(
+        503, fmt::format("{} cannot be loaded: {}", Quoted(Id(entry.spec.descriptions.front())), error.what()), "model",
+        "model_not_loaded")));
   }
-  const Waiting first = std::move(waiting_.front());
-  waiting_.pop_front();
-  entry.used = Clock::now();
-  std::shared_ptr<LoadedModel> loaded = entry.loaded;
-  lock.unlock();
-  first.use(std::move(loaded));
   lock.lock();
+  busy_ = false;
+  entry.loaded = std::move(loaded);
+  entry.used = Clock::now();
 }
 
 void ModelPool::Run() {

@@ -4,6 +4,7 @@ import base64
 import concurrent.futures
 import json
 import re
+import shutil
 import struct
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from conftest import run_phsa
 from test_adapter import ADAPTERS, make_adapter, write_tokenizer
 from test_models import make_model
-from test_server import JSON, Server
+from test_server import JSON, POST, Server
 
 torch = pytest.importorskip("torch")
 openai = pytest.importorskip("openai")
@@ -257,6 +258,28 @@ def test_a_model_that_needs_the_room_takes_an_idle_ones_place(folder):
             ask = lambda name: server.complete(PROMPT, model=name, max_tokens=4)["model"]  # noqa: E731
             names = ["base", "other"] * 4
             assert list(threads.map(ask, names)) == names
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_of_its_own(folder, tmp_path):
+    gone = shutil.copytree(folder / "other", tmp_path / "gone")
+    with Server(folder / "base", "-m", gone, "-c", "512") as server:
+        for file in gone.glob("*.safetensors"):
+            file.unlink()
+        for _ in range(2):
+            error = server.post("/v1/completions", status=503, prompt="a", model="gone")["error"]
+            assert error["code"] == "model_not_loaded" and "gone" in error["message"]
+        assert server.complete(PROMPT, max_tokens=4)["model"] == "base"
+        assert server.get("/health") == {"status": "ok"}
+
+
+def test_a_model_that_is_loaded_while_the_server_stops_is_waited_for(folder):
+    with Server(folder / "base", "-m", folder / "other", "-c", "512") as server:
+        server.get("/health")  # it has the signals by now
+        asked = server.socket()
+        asked.sendall(POST + b"Content-Length: 32\r\n\r\n" + b'{"prompt": "a", "model":"other"}')
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+        asked.close()
 
 
 def test_names_that_are_given_twice_are_refused(folder):
