@@ -776,6 +776,38 @@ TEST(Scheduler, AnswersWhosePagesWereTakenGoOnAsIfNothingHadBeen) {
   EXPECT_GT(preemptions, 8);
 }
 
+TEST(Scheduler, AnEmbeddingIsTheSameInChunksBesideOthersAndReadAgain) {
+  EngineOptions options = FakeOptions(512, 512, SmallSettings(Policy::kPhsa, 1));
+  options.cache_tokens = 14 * kPageTokens;
+  const auto embed = [](uint32_t i) {
+    Request request = MakeRequest(Tokens(i == 0 ? 1 : 90 * i, 7), Greedy(0));  // one begins as the others
+    request.embed = true;
+    return request;
+  };
+  std::vector<std::vector<float>> expected;
+  const std::unique_ptr<Engine> whole = LoadedEngine(options);
+  for (uint32_t i = 0; i < 5; ++i) {
+    expected.push_back(GenerateAll(*whole, {embed(i)}, 1).front().embedding);
+    ASSERT_EQ(expected.back().size(), static_cast<size_t>(whole->config().hidden));
+    EXPECT_NEAR(std::inner_product(expected[i].begin(), expected[i].end(), expected[i].begin(), 0.0), 1, 1e-6);
+    for (uint32_t j = 0; j < i; ++j) EXPECT_NE(expected[i], expected[j]);
+  }
+  options.chunk = 64;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  Scheduler scheduler(*engine, 16);
+  for (const Request& request : EndlessRequests()) scheduler.Add(request);
+  std::vector<int64_t> ids;
+  for (int32_t step = 0; step < 900; ++step) {
+    if (step % 100 == 50 && ids.size() < 10) ids.push_back(scheduler.Add(embed(static_cast<uint32_t>(ids.size()) % 5)));
+    if (!scheduler.Step()) break;
+  }
+  while (scheduler.Step()) {
+  }
+  EXPECT_GT(scheduler.preemptions(), 0);
+  ASSERT_GE(ids.size(), 5u);
+  for (size_t i = 0; i < ids.size(); ++i) EXPECT_EQ(scheduler.Take(ids[i])->embedding, expected[i % 5]) << i;
+}
+
 TEST(Scheduler, AHugeMaxTokensHoldsNobodyUpAndTheOldestNeverWaits) {
   EngineOptions options = FakeOptions(640, 64);
   options.cache_tokens = 12 * kPageTokens;  // an answer comes to five
@@ -974,12 +1006,12 @@ TEST(Scheduler, ATextIsNoUseToOneThatIsReadInAnotherWay) {
 
 TEST(Scheduler, RepresentativesThatPagesHaveNoRoomForAreRefused) {
   EngineOptions options = FakeOptions(512, 64);
-  options.other_attention = true;
   const std::unique_ptr<Engine> engine = LoadedEngine(options);
   LayerSettings quest;
   quest.base = SmallSettings(Policy::kQuest, 2);
   EXPECT_NE(Refusal([&] { engine->MakeAttention(quest); }).find("room"), std::string::npos);
   options.attention = quest;
+  options.other_attention = true;
   EXPECT_NO_THROW(LoadedEngine(options)->MakeAttention(quest));
 }
 

@@ -432,7 +432,9 @@ class ServiceTest : public ::testing::Test {
       : engine(LoadedEngine(Options())),
         metrics("fake"),
         worker(*engine, limits, metrics),
-        service({*engine, "fake", ChatTemplate::ByName("chatml"), {}, 64}, options, worker, metrics) {}
+        models(std::make_shared<LoadedModel>(ServedModel{*engine, "fake", ChatTemplate::ByName("chatml"), {}, 64},
+                                             worker)),
+        service(models, options, metrics) {}
 
   HttpResponse Ask(const std::string& method, const std::string& target, const std::string& body = "",
                    const std::string& authorization = "") {
@@ -449,6 +451,7 @@ class ServiceTest : public ::testing::Test {
   std::unique_ptr<Engine> engine;
   Metrics metrics;
   Worker worker;
+  ModelPool models;
   Service service;
 };
 
@@ -557,7 +560,9 @@ TEST(DeviceFailure, IsAnsweredAndShownByHealthUntilItWorksAgain) {
   engine.Use(std::move(owned));
   Metrics metrics("fake");
   Worker worker(engine, {}, metrics);
-  Service service({engine, "fake", ChatTemplate::ByName("chatml"), {}, 64}, {}, worker, metrics);
+  ModelPool models(
+      std::make_shared<LoadedModel>(ServedModel{engine, "fake", ChatTemplate::ByName("chatml"), {}, 64}, worker));
+  Service service(models, {}, metrics);
   const auto ask = [&](const std::string& method, const std::string& target, const std::string& body) {
     const auto exchange = std::make_shared<FakeExchange>();
     service.Handle({method, target, "application/json", "", "", body}, exchange);
@@ -600,7 +605,9 @@ TEST(StepFailure, EndsTheRequestItIsDueToAndNoOther) {
   };
   Metrics metrics("fake");
   Worker worker(engine, {}, metrics);
-  Service service({engine, "fake", ChatTemplate::ByName("chatml"), {}, 64}, {}, worker, metrics);
+  ModelPool models(
+      std::make_shared<LoadedModel>(ServedModel{engine, "fake", ChatTemplate::ByName("chatml"), {}, 64}, worker));
+  Service service(models, {}, metrics);
   const auto begin = [&](const std::string& prompt) {
     auto exchange = std::make_shared<FakeExchange>();
     const Json body = {{"prompt", prompt}, {"max_tokens", 12}, {"temperature", 0}};

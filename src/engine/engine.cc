@@ -257,6 +257,7 @@ void Engine::SetAdapter(const std::filesystem::path& folder,
   PHSA_CHECK(decoder_ != nullptr);
   const std::filesystem::path before = source_->adapter() != nullptr ? source_->adapter()->path() : "";
   source_->SetAdapter(folder);
+  identities_.clear();  // they are known by where adapters lie
   Reading reading;
   try {
     reading = ReadingWith(attention(config()));
@@ -283,8 +284,30 @@ bool Engine::Load(const LoadProgress& progress) {
   return true;
 }
 
+int32_t Engine::AddAdapter(const std::filesystem::path& folder) {
+  PHSA_CHECK(decoder_ == nullptr);
+  std::unique_ptr<Adapter> adapter = source_->OpenAdapter(folder);
+  if (device_.device != PHSA_DEVICE_CPU) {
+    Throw(PHSA_UNSUPPORTED,
+          "{}: on a GPU an adapter is added to the weights, so that there is one for all requests; give it as "
+          "--adapter, or --device cpu",
+          adapter->path());
+  }
+  MemoryPlan plan = plan_;
+  plan.weights += AdapterBytes(*adapter, options_.weights, static_cast<size_t>(config().num_layers));
+  CheckFits(plan);
+  plan_ = plan;
+  adapters_.push_back(std::move(adapter));
+  return static_cast<int32_t>(adapters_.size());
+}
+
+ModelConfig Engine::ConfigOf(int32_t adapter) const {
+  return adapter == 0 ? config() : source_->ConfigWith(*adapters_[static_cast<size_t>(adapter) - 1]);
+}
+
 void Engine::Use(std::unique_ptr<ModelBackend> backend) {
   backend_ = std::move(backend);
+  for (const auto& adapter : adapters_) backend_->AddAdapter(*adapter);
   MakeCache();
 }
 
@@ -295,19 +318,26 @@ std::vector<uint8_t> Engine::PunctuationFlags(const LayerSettings& attention) co
   return flags;
 }
 
-KvIdentity Engine::cache_identity() const {
-  const bool dense = IsDense(options_.attention);  // then the other settings mean nothing
+KvIdentity Engine::cache_identity(const TextAttention* attention) const {
+  const LayerSettings& settings = attention != nullptr ? attention->settings : options_.attention;
+  const std::vector<uint8_t>& flags = attention != nullptr ? attention->punctuation : punctuation_;
+  const bool dense = IsDense(settings);  // then the other settings mean nothing
   // A set may be a file, which may have changed.
   Sha256 punctuation;
-  punctuation.Update(punctuation_.data(), punctuation_.size());
-  KvIdentity identity = ModelIdentity(*source_);
+  punctuation.Update(flags.data(), flags.size());
+  const int32_t adapter = attention != nullptr ? attention->adapter : 0;
+  const Adapter* const added = adapter > 0 ? adapters_[static_cast<size_t>(adapter) - 1].get() : source_->adapter();
+  const auto known = identities_.find(added);
+  KvIdentity identity =
+      known != identities_.end() ? known->second : (identities_[added] = ModelIdentity(*source_, added));
   identity.emplace_back("weights", fmt::format("{} ({})", Name(options_.weights), plan_.weight_types));
-  identity.emplace_back("attention", dense ? "dense" : SettingsToJson(options_.attention));
+  identity.emplace_back("attention", dense ? "dense" : SettingsToJson(settings));
   identity.emplace_back("punctuation", punctuation.Hex());
   return identity;
 }
 
-std::shared_ptr<const TextAttention> Engine::MakeAttention(const LayerSettings& attention) const {
+std::shared_ptr<const TextAttention> Engine::MakeAttention(const LayerSettings& attention, int32_t adapter) const {
+  PHSA_CHECK(adapter >= 0 && static_cast<size_t>(adapter) <= adapters_.size());
   const int32_t kv_dtype = backend_options_.kv_dtype;
   CheckAttention(attention, config());
   CheckDevice(attention);
@@ -320,7 +350,7 @@ std::shared_ptr<const TextAttention> Engine::MakeAttention(const LayerSettings& 
         Name(attention.base.policy), needed, room);
   }
   return std::make_shared<const TextAttention>(
-      TextAttention{attention, PunctuationFlags(attention), PageLayout(config(), attention, kv_dtype, room)});
+      TextAttention{attention, PunctuationFlags(attention), PageLayout(config(), attention, kv_dtype, room), adapter});
 }
 
 void Engine::MakeCache() {

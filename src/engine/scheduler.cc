@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <deque>
 #include <exception>
 #include <map>
@@ -29,7 +30,8 @@ struct Job {
       : id(job_id),
         request(std::move(job_request)),
         answer(engine, request.options, request.text),
-        sequence(engine.cache(), request.attention) {}
+        sequence(engine.cache(), request.attention),
+        hidden_sum(request.embed ? static_cast<size_t>(engine.config().hidden) : 0) {}
 
   // What is to be read before the answer begins or, after a preemption, goes on.
   std::span<const int32_t> prompt() const { return again.empty() ? request.prompt : again; }
@@ -52,14 +54,25 @@ struct Job {
   // It waits until another one has read what their prompts share. 0: it does not wait.
   int64_t leader = 0;
   size_t shared_with_leader = 0;
-  size_t chosen_at = 0;  // tokens that were read when the next one was chosen, the last time
+  bool looked_up = false;  // in the store
+  size_t chosen_at = 0;    // tokens that were read when the next one was chosen, the last time
   // Since the last preemption: what it had read of prompt and answer, if that was more than the prompt; and how many
   // tokens it had read.
   std::vector<int32_t> again;
   size_t read_before = 0;
   double admitted_at = 0, first_token_at = 0;
+  std::vector<double> hidden_sum;  // [hidden], of the tokens that were read; empty: nobody asks
   std::exception_ptr error;
 };
+
+// The mean as a direction: the number of tokens cancels out.
+std::vector<float> DirectionOf(const std::vector<double>& sum) {
+  const double length = std::sqrt(std::inner_product(sum.begin(), sum.end(), sum.begin(), 0.0));
+  std::vector<float> out(sum.size());
+  if (!std::isfinite(length) || length == 0) Throw(PHSA_INTERNAL, "the model gave hidden states that are no numbers");
+  std::transform(sum.begin(), sum.end(), out.begin(), [&](double value) { return static_cast<float>(value / length); });
+  return out;
+}
 
 // A request and how many of its tokens a step reads.
 struct Share {
@@ -71,16 +84,18 @@ struct Share {
 
 class Scheduler::Impl {
  public:
-  Impl(Engine& engine, int32_t max_running, const Pacing& pacing)
+  Impl(Engine& engine, int32_t max_running, const Pacing& pacing, TextStore* store)
       : engine_(engine),
         max_running_(static_cast<size_t>(max_running)),
         clock_(pacing.clock ? pacing.clock : SystemClock),
-        pace_(pacing.step_seconds) {
+        pace_(pacing.step_seconds),
+        store_(store) {
     if (max_running < 1) ThrowInvalid("{} requests are to run at once; allowed: 1 and up", max_running);
   }
 
   int64_t Add(Request&& request) {
     CheckPrompt(engine_, request.prompt);
+    if (request.embed) request.options.max_tokens = 0;
     auto job = std::make_unique<Job>(engine_, next_id_, std::move(request));
     // The answer's last token is not read.
     const int64_t answer = std::max(0, job->request.options.max_tokens - 1);
@@ -175,6 +190,12 @@ class Scheduler::Impl {
     if (kept_.size() > kKeptTexts) kept_.pop_front();
   }
 
+  std::vector<const Sequence*> Kept() const {
+    std::vector<const Sequence*> all;
+    for (const Sequence& kept : kept_) all.push_back(&kept);
+    return all;
+  }
+
   size_t waiting() const { return waiting_.size(); }
   size_t running() const { return running_.size(); }
   int64_t preemptions() const { return preemptions_; }
@@ -252,7 +273,11 @@ class Scheduler::Impl {
           ended_.push_back(std::move(job));
           continue;
         }
-        Keep(std::move(job->sequence));
+        if (job->request.embed) {
+          job->sequence.Truncate(0);
+        } else {
+          Keep(std::move(job->sequence));
+        }
         finished_[job->id] = std::move(job);
       }
       std::erase(jobs, nullptr);
@@ -360,6 +385,7 @@ class Scheduler::Impl {
     if (read > job.prompt().size()) job.again = job.sequence.tokens();
     job.read_before = std::max(job.read_before, read);
     job.leader = 0;
+    std::fill(job.hidden_sum.begin(), job.hidden_sum.end(), 0);
     Sequence text(engine_.cache(), job.request.attention);
     std::swap(text, job.sequence);
     Keep(std::move(text));
@@ -374,9 +400,9 @@ class Scheduler::Impl {
   }
 
   // What a prompt can take from others: all but its last token, whose logits are needed.
-  // Nothing where the logits of all of them are.
+  // Nothing where the logits, or the hidden states, of all of them are.
   static std::span<const int32_t> Shareable(const Job& job) {
-    if (job.request.options.prompt_log_probabilities) return {};
+    if (job.request.options.prompt_log_probabilities || job.request.embed) return {};
     return job.prompt().first(job.prompt().size() - 1);
   }
 
@@ -412,6 +438,19 @@ class Scheduler::Impl {
     if (job.read_before == 0) job.answer.result().reused_tokens = 0;
   }
 
+  // What was kept of its text elsewhere, where that is more than the cache has.
+  void StartWithStoredText(Job& job) {
+    if (store_ == nullptr || std::exchange(job.looked_up, true) || job.leader != 0) return;
+    const std::span<const int32_t> text = Shareable(job);
+    const size_t stored = text.empty() ? 0 : store_->Find(job.sequence.attention(), text);
+    if (stored < static_cast<size_t>(job.sequence.length()) + kPageTokens) return;
+    // Into pages of its own; where there is no room for those, what the cache has is better than nothing.
+    Restart(job);
+    if (MakeRoom(job)) store_->Restore(job.sequence, text);
+    if (job.sequence.length() == 0) StartWithSharedText(job);
+    if (job.read_before == 0) job.answer.result().reused_tokens = job.sequence.length();
+  }
+
   // Whether a running request is about to read more of this prompt than any text has now.
   bool FindLeader(Job& job) const {
     size_t most = FindSharedText(job).tokens;
@@ -439,6 +478,7 @@ class Scheduler::Impl {
       // What it shares with a kept text keeps all of its pages: without it there may be room.
       if (job.sequence.length() > 0 && !MakeRoom(job)) Restart(job);
       if (MakeRoom(job)) {
+        StartWithStoredText(job);
         if (job.read_before == 0) job.admitted_at = clock_();
         TellPrefill(job);
         running_.push_back(std::move(waiting_.front()));
@@ -536,7 +576,8 @@ class Scheduler::Impl {
       items.push_back({&job->sequence, job->prompt().subspan(begin, count),
                        all    ? BatchItem::Logits::kAll
                        : last ? BatchItem::Logits::kLast
-                              : BatchItem::Logits::kNone});
+                              : BatchItem::Logits::kNone,
+                       0, job->hidden_sum.empty() ? nullptr : job->hidden_sum.data()});
     }
     try {
       engine_.decoder().Step(items, [&](int32_t item, int32_t row, const LogitsRow& logits) {
@@ -577,6 +618,7 @@ class Scheduler::Impl {
       }
       Guarded(job, [&] {
         if (!job.answer.Take(job.sequence.length())) {
+          if (job.request.embed) job.answer.result().embedding = DirectionOf(job.hidden_sum);
           Finish(job);
         } else if (job.request.progress) {
           job.request.progress(job.answer.result());
@@ -589,6 +631,7 @@ class Scheduler::Impl {
   size_t max_running_;
   std::function<double()> clock_;
   PrefillPace pace_;
+  TextStore* store_;
   int64_t next_id_ = 1;
   std::deque<std::unique_ptr<Job>> waiting_;
   std::vector<std::unique_ptr<Job>> running_;  // in order of arrival
@@ -601,8 +644,8 @@ class Scheduler::Impl {
   int64_t preemptions_ = 0;
 };
 
-Scheduler::Scheduler(Engine& engine, int32_t max_running, const Pacing& pacing)
-    : impl_(std::make_unique<Impl>(engine, max_running, pacing)) {}
+Scheduler::Scheduler(Engine& engine, int32_t max_running, const Pacing& pacing, TextStore* store)
+    : impl_(std::make_unique<Impl>(engine, max_running, pacing, store)) {}
 Scheduler::~Scheduler() = default;
 int64_t Scheduler::Add(Request request) { return impl_->Add(std::move(request)); }
 void Scheduler::Cancel(int64_t id) { impl_->Cancel(id); }
@@ -617,6 +660,7 @@ Sequence Scheduler::Begin(std::span<const int32_t> tokens, std::shared_ptr<const
   return impl_->Begin(tokens, std::move(attention));
 }
 void Scheduler::Keep(Sequence text) { impl_->Keep(std::move(text)); }
+std::vector<const Sequence*> Scheduler::Kept() const { return impl_->Kept(); }
 int32_t Scheduler::waiting() const { return static_cast<int32_t>(impl_->waiting()); }
 int32_t Scheduler::running() const { return static_cast<int32_t>(impl_->running()); }
 int64_t Scheduler::preemptions() const { return impl_->preemptions(); }

@@ -23,17 +23,19 @@ namespace phsa::server {
 // Answers of one request: prompts times n. More than any client asks for, and few enough that one request cannot
 // take the queue.
 inline constexpr int32_t kMaxAnswers = 128;
+inline constexpr int32_t kMaxEmbeddings = 2048;  // texts of one request, as OpenAI takes them
 inline constexpr int32_t kMaxTopLogProbabilities = 20;
 inline constexpr size_t kMaxLogitBias = 4096;        // tokens of one request
 inline constexpr int32_t kMaxInspectedTokens = 256;  // of the prompt's end, and of the answer
 
-// The model and what requests may leave unsaid.
+// A model under one of its names, and what requests may leave unsaid.
 struct ServedModel {
   const Engine& engine;
   std::string id;
   std::optional<ChatTemplate> chat_template;
   AttentionChoice attention;
   int32_t chat_tokens = 1024;  // of an answer in a chat
+  int32_t adapter = 0;         // Engine::AddAdapter
   std::shared_ptr<GrammarCache> grammars = std::make_shared<GrammarCache>();
 };
 
@@ -65,6 +67,13 @@ struct GenerationRequest {
   bool progress = false;  // a stream tells how much of the prompt there is
 };
 
+struct EmbeddingsRequest {
+  std::vector<Prompt> prompts;
+  int32_t dimensions = 0;  // that are wanted of the model's hidden ones: the first
+  bool base64 = false;     // of little-endian f32, in place of a list of numbers
+  LayerSettings attention;
+};
+
 struct InspectRequest {
   std::vector<int32_t> tokens;  // the prompt, and the answer that was given
   int32_t prompt_tokens = 0;    // of them
@@ -84,6 +93,7 @@ struct TokenizeRequest {
 // object.
 GenerationRequest ParseCompletion(std::string_view body, const ServedModel& model);
 GenerationRequest ParseChat(std::string_view body, const ServedModel& model);
+EmbeddingsRequest ParseEmbeddings(std::string_view body, const ServedModel& model);
 InspectRequest ParseInspect(std::string_view body, const ServedModel& model);
 TokenizeRequest ParseTokenize(std::string_view body, const ServedModel& model);
 std::vector<int32_t> ParseDetokenize(std::string_view body, const ServedModel& model);

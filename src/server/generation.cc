@@ -49,16 +49,17 @@ HttpError FromException(const std::exception_ptr& error) {
   }
 }
 
-Generation::Generation(const ServedModel& model, GenerationRequest request, std::shared_ptr<Exchange> exchange,
-                       std::shared_ptr<std::atomic<bool>> cancelled)
-    : model_(model),
+Generation::Generation(std::shared_ptr<const ServedModel> model, GenerationRequest request,
+                       std::shared_ptr<Exchange> exchange, std::shared_ptr<std::atomic<bool>> cancelled)
+    : held_(std::move(model)),
+      model_(*held_),
       request_(std::move(request)),
       exchange_(std::move(exchange)),
       cancelled_(std::move(cancelled)),
       id_(NewId(request_.chat ? "chatcmpl-" : "cmpl-")),
       created_(UnixTime()) {
   open_ = request_.prompts.size() * static_cast<size_t>(request_.n);
-  const Tokenizer& tokenizer = model.engine.tokenizer();
+  const Tokenizer& tokenizer = model_.engine.tokenizer();
   const bool parsed = request_.chat && (request_.tools.active() || request_.thinks);
   for (size_t i = 0; i < open_; ++i) {
     Progress& progress = progress_.emplace_back(Progress{false, TextPosition(tokenizer), CallMarks(tokenizer)});

@@ -43,8 +43,44 @@ AnswerPart NewPart(const GenerateResult& result, Told& told) {
 
 }  // namespace
 
+StepTurns::Turn::Turn(StepTurns* turns) : turns_(turns) {
+  if (turns_ == nullptr) return;
+  std::unique_lock lock(turns_->mutex_);
+  turns_->wake_.wait(lock, [this, own = turns_->next_++] { return turns_->now_ == own; });
+}
+
+StepTurns::Turn::~Turn() {
+  if (turns_ == nullptr) return;
+  {
+    const std::lock_guard lock(turns_->mutex_);
+    ++turns_->now_;
+  }
+  turns_->wake_.notify_all();
+}
+
+class Worker::Store : public TextStore {
+ public:
+  Store(const Engine& engine, const TextCache& texts) : engine_(engine), texts_(texts) {}
+  size_t Find(const TextAttention* attention, std::span<const int32_t> text) override {
+    found_ = texts_.Find(engine_, attention, text);
+    return found_ ? found_->tokens : 0;
+  }
+  void Restore(Sequence& sequence, std::span<const int32_t> text) override {
+    texts_.Restore(engine_, sequence, text, *found_);
+  }
+
+ private:
+  const Engine& engine_;
+  const TextCache& texts_;
+  std::optional<TextCache::Beginning> found_;
+};
+
 Worker::Worker(Engine& engine, const WorkerOptions& options, Metrics& metrics)
-    : engine_(engine), options_(options), metrics_(metrics), scheduler_(MakeScheduler()) {
+    : engine_(engine),
+      options_(options),
+      metrics_(metrics),
+      store_(options.texts != nullptr ? std::make_unique<Store>(engine, *options_.texts) : nullptr),
+      scheduler_(MakeScheduler()) {
   PublishState();
   thread_ = std::thread([this] { Run(); });
 }
@@ -60,7 +96,14 @@ Worker::~Worker() {
 }
 
 std::unique_ptr<Scheduler> Worker::MakeScheduler() {
-  return std::make_unique<Scheduler>(engine_, options_.max_running, Pacing{.step_seconds = options_.step_seconds});
+  return std::make_unique<Scheduler>(engine_, options_.max_running, Pacing{.step_seconds = options_.step_seconds},
+                                     store_.get());
+}
+
+bool Worker::KeepText() {
+  const std::vector<const Sequence*> kept = scheduler_->Kept();
+  return std::any_of(kept.begin(), kept.end(),
+                     [&](const Sequence* text) { return options_.texts->Keep(engine_, *text); });
 }
 
 bool Worker::Submit(std::vector<Task> tasks, const std::shared_ptr<TaskListener>& listener,
@@ -112,8 +155,14 @@ void Worker::Run() {
     bool inspect = false;
     {
       std::unique_lock lock(mutex_);
-      wake_.wait(lock, [&] { return ending_ || !incoming_.empty() || !inspections_.empty() || begun_ > 0; });
-      if (ending_ && incoming_.empty() && inspections_.empty() && begun_ == 0) return;
+      const auto has_work = [&] { return !incoming_.empty() || !inspections_.empty() || begun_ > 0; };
+      if (keeps_texts_ && !has_work()) {
+        lock.unlock();
+        keeps_texts_ = KeepText();
+        continue;
+      }
+      wake_.wait(lock, [&] { return ending_ || has_work(); });
+      if (ending_ && !has_work()) return;
       inspect = !inspections_.empty();
     }
     TakeIncoming();
@@ -141,6 +190,7 @@ void Worker::Begin(Pending pending) {
   Request request;
   request.prompt = std::move(pending.task.prompt);
   request.options = std::move(pending.task.options);
+  request.embed = pending.task.embed;
   request.attention = std::move(pending.task.attention);
   request.stop = [this, cancelled = std::move(pending.cancelled)] { return Stopping(cancelled); };
   request.progress = [active = active.get(), stream = pending.task.stream,
@@ -198,7 +248,11 @@ std::function<bool(Sequence&)> Worker::SourceFinding(Active* active, std::shared
 
 void Worker::Step() {
   try {
-    if (scheduler_->Step() && !device_failure_.empty()) SetDeviceFailure("");
+    const bool worked = [&] {
+      const StepTurns::Turn turn(options_.turns.get());
+      return scheduler_->Step();
+    }();
+    if (worked && !device_failure_.empty()) SetDeviceFailure("");
     Collect();
   } catch (const Error& error) {
     if (error.status() == PHSA_IO) SetDeviceFailure(error.what());  // a step has nothing else to do with the system
@@ -235,6 +289,7 @@ void Worker::Collect() {
     ++ended;
   }
   if (ended == 0) return;
+  keeps_texts_ = options_.texts != nullptr;
   const std::lock_guard lock(mutex_);
   begun_ -= ended;
 }
