@@ -56,8 +56,10 @@ struct GenerateResult {
   std::vector<TokenLogProbability> log_probabilities, prompt_log_probabilities;  // where they were asked for
   StopReason reason = StopReason::kEndOfText;
   int32_t prompt_tokens = 0, reused_tokens = 0;
-  double prefill_seconds = 0, decode_seconds = 0;   // decode: from the first token to the last
-  TokensRead tokens_read;                           // by the attention, prompt and answer
+  double prefill_seconds = 0, decode_seconds = 0;  // decode: from the first token to the last
+  TokensRead tokens_read;                          // by the attention, prompt and answer
+  // Where it was asked for: the mean of what the model's last norm gives for the prompt's tokens, of length 1.
+  std::vector<float> embedding;
   int32_t drafted_tokens = 0, accepted_tokens = 0;  // by speculation
 };
 
