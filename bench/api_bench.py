@@ -11,8 +11,8 @@ under a schema and was not cut is JSON. Clients that leave after half a request 
 clients: each client sends one request after the other from a fixed set: chats with tools (auto, asked for, by name),
 with schemas, JSON objects and grammars, streams, completions, embeddings, responses, messages, sources. Every answer
 must be what the lone client was answered, but for ids and times, and valid: the arguments and texts fulfil their
-schemas. The server runs with --weights f32, so that answers do not depend on who else is answered. --answer 400 with
---serve-args '-c 1024 --cache-tokens 2048' makes answers give their pages to older ones; how often is printed.
+schemas. The server runs with --weights f32, so that answers do not depend on who else is answered. --answer 240 with
+--serve-args '-c 1024 --cache-tokens 1024' makes answers give their pages to older ones; how often is printed.
 
 memory: requests of all these kinds one after the other from eight clients; bytes in memory after each tenth of them.
 
@@ -87,12 +87,12 @@ def send(connection, path, body):
 
 
 def workload(answer=0):
-    """(path, body) of each kind; with `answer`, half of all are texts of so many tokens."""
+    """(path, body) of each kind; with `answer`, texts of so many tokens in their place."""
     kinds = []
-    for number in range(60 if answer else 0):
+    for number in range(8 if answer else 0):
         body = {"prompt": f"{number}. {DOCUMENT}", "max_tokens": answer, "temperature": 0, "ignore_eos": True}
         kinds.append(("/v1/completions", body))
-    for text in TEXTS:
+    for text in TEXTS if not answer else []:
         chat = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 120}
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
         for more in (
@@ -557,7 +557,7 @@ def main():
     parser.add_argument("--requests", type=int)
     parser.add_argument("--clients", type=int)
     parser.add_argument("--seconds", type=int, default=120)
-    parser.add_argument("--answer", type=int, default=0, help="clients: long answers too, of so many tokens")
+    parser.add_argument("--answer", type=int, default=0, help="clients: only long answers, of so many tokens")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     args.requests = args.requests or (100_000 if args.what == "fuzz" else 10_000)

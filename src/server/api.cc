@@ -341,6 +341,9 @@ GenerationRequest ParseChat(std::string_view body, const ServedModel& model) {
 EmbeddingsRequest ParseEmbeddings(std::string_view body, const ServedModel& model) {
   const Json json = ParseBody(body);
   const Fields fields(json, "");
+  if (model.engine.device().device != PHSA_DEVICE_CPU) {
+    throw HttpError(400, "a GPU keeps no hidden states of all tokens; a server with --device cpu has embeddings");
+  }
   EmbeddingsRequest request;
   (void)fields.String("model");
   request.prompts = Prompts(fields, "input", kMaxEmbeddings, model);
