@@ -436,7 +436,8 @@ TEST(TokenizerGguf, WhatIsWrongIsRefusedByName) {
   for (const char* name : {"klingon", "smollm", "qwen2", "llama-bpe", "gpt-2"}) {
     EXPECT_NE(unknown.find(name), std::string::npos) << unknown;
   }
-  EXPECT_NE(refusal([](BpeVocabulary& v) { v.model = "llama"; }).find("llama"), std::string::npos);
+  EXPECT_NE(refusal([](BpeVocabulary& v) { v.model = "bert"; }).find("bert"), std::string::npos);
+  EXPECT_NE(refusal([](BpeVocabulary& v) { v.model = "llama"; }).find("scores has 0"), std::string::npos);
   EXPECT_NE(refusal([](BpeVocabulary& v) { v.tokens.clear(); }).find("tokens"), std::string::npos);
   EXPECT_NE(refusal([](BpeVocabulary& v) { v.token_types.pop_back(); }).find("token_type"), std::string::npos);
   EXPECT_NE(refusal([](BpeVocabulary& v) { v.merges[3] = "none"; }).find("merges[3]"), std::string::npos);
