@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "io/architecture.h"
 #include "io/gguf.h"
 #include "io/gguf_names.h"
 #include "io/source.h"
@@ -13,13 +14,12 @@
 namespace phsa {
 namespace {
 
-constexpr double kMaxRopeBase = 1e15;
 constexpr double kMaxFactor = 1e6;
 
 // Tokens that end a turn or a text in the models we know. A GGUF file names one end token, where a Hugging Face folder
 // lists all of them in generation_config.json.
-constexpr std::string_view kEndTokens[] = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>",
-                                           "<|end_of_text|>"};
+constexpr std::string_view kEndTokens[] = {"<|im_end|>", "<|endoftext|>",   "<|eot_id|>",
+                                           "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>"};
 constexpr int64_t kControlToken = 3;
 
 class GgufSource final : public ModelSource {
@@ -28,12 +28,13 @@ class GgufSource final : public ModelSource {
     path_ = gguf_.file().path();
     format_ = fmt::format("GGUF v{}", gguf_.version());
     file_bytes_ = gguf_.file().size();
-    for (const Tensor& tensor : gguf_.tensors()) by_name_.emplace(HuggingFaceName(tensor.name), &tensor);
-
     const int64_t parts = gguf_.Integer("split.count").value_or(1);
     if (parts > 1) {
       ThrowInvalid("{}: is one of {} parts of a split model: join them first (llama-gguf-split --merge)", path_, parts);
     }
+    ReadArchitecture();
+    for (const Tensor& tensor : gguf_.tensors())
+      by_name_.emplace(HuggingFaceName(*architecture_, tensor.name), &tensor);
     ReadConfig();
     CheckEmbedding(*this, "token_embd.weight");
     ReadTokenizer();
@@ -66,7 +67,7 @@ class GgufSource final : public ModelSource {
 
  private:
   // Keys of the architecture: "block_count" is "llama.block_count".
-  std::string Key(std::string_view name) const { return fmt::format("{}.{}", config_.architecture, name); }
+  std::string Key(std::string_view name) const { return fmt::format("{}.{}", architecture_->gguf, name); }
 
   int32_t RequiredInt(std::string_view name, int64_t high) const {
     const std::string key = Key(name);
@@ -109,18 +110,23 @@ class GgufSource final : public ModelSource {
     return CheckedInt(gguf_.Where(key), heads.front(), 1, kMaxModelHeads);
   }
 
-  void ReadConfig() {
-    const std::optional<std::string_view> architecture = gguf_.String("general.architecture");
-    if (!architecture) ThrowInvalid("{}: has no general.architecture: the file is not a whole model", path_);
-    if (!IsKnownArchitecture(*architecture)) {
-      ThrowInvalid("{} is {}; allowed: {}", gguf_.Where("general.architecture"), Quoted(*architecture), kArchitectures);
+  void ReadArchitecture() {
+    const std::optional<std::string_view> name = gguf_.String("general.architecture");
+    if (!name) ThrowInvalid("{}: has no general.architecture: the file is not a whole model", path_);
+    for (const Architecture* known : Architectures()) {
+      if (architecture_ == nullptr && known->gguf == *name && !name->empty()) architecture_ = known;
     }
-    config_.architecture = std::string(*architecture);
+    if (architecture_ == nullptr) {
+      ThrowInvalid("{} is {}; allowed: {}", gguf_.Where("general.architecture"), Quoted(*name),
+                   ArchitectureNames(&Architecture::gguf));
+    }
+    config_.architecture = std::string(architecture_->name);
+    config_.interleaved_rope_rows = architecture_->gguf_interleaves_rope_rows;
+  }
+
+  void ReadConfig() {
     config_.name = std::string(gguf_.String("general.name").value_or(""));
     if (config_.name.empty()) config_.name = std::filesystem::path(path_).stem().string();
-    // How the converters store the architecture llama, and it alone among ours.
-    config_.interleaved_rope_rows = config_.architecture == "llama";
-
     config_.num_layers = RequiredInt("block_count", kMaxLayers);
     config_.hidden = RequiredInt("embedding_length", kMaxWidth);
     config_.intermediate = RequiredInt("feed_forward_length", kMaxWidth);
@@ -129,8 +135,10 @@ class GgufSource final : public ModelSource {
     config_.num_kv_heads = KvHeads();
     ReadHeadDim();
     config_.rms_eps = OptionalFloat(Key("attention.layer_norm_rms_epsilon"), 0, 1).value_or(1e-6f);
-    config_.rope_base = OptionalFloat(Key("rope.freq_base"), 1, kMaxRopeBase).value_or(10000);
+    config_.rope_base =
+        OptionalFloat(Key("rope.freq_base"), 1, kMaxRopeBase).value_or(architecture_->default_rope_base);
     ReadRopeScaling();
+    if (architecture_->configure != nullptr) architecture_->configure(Keys(*this), &config_);
 
     const Tensor* embedding = Find(kEmbeddingName);
     const std::optional<int32_t> vocab = OptionalInt("vocab_size", kMaxVocab);
@@ -222,6 +230,9 @@ class GgufSource final : public ModelSource {
     tokenizer.tokens = gguf_.Strings("tokenizer.ggml.tokens").value_or(std::vector<std::string>());
     tokenizer.merges = gguf_.Strings("tokenizer.ggml.merges").value_or(std::vector<std::string>());
     const std::string types_key = "tokenizer.ggml.token_type";
+    CheckCount("tokenizer.ggml.scores", config_.vocab_size);
+    tokenizer.scores = gguf_.Floats("tokenizer.ggml.scores").value_or(std::vector<float>());
+    tokenizer.add_space_prefix = gguf_.Bool("tokenizer.ggml.add_space_prefix").value_or(true);
     if (const auto types = gguf_.Integers(types_key)) {
       if (types->size() != tokenizer.tokens.size()) {
         ThrowInvalid("{} has {} elements for {} tokens", gguf_.Where(types_key), types->size(),
@@ -272,7 +283,40 @@ class GgufSource final : public ModelSource {
     }
   }
 
+  // The keys of an architecture's own.
+  class Keys final : public ConfigKeys {
+   public:
+    explicit Keys(const GgufSource& source) : source_(source) {}
+    bool gguf() const override { return true; }
+    std::optional<int32_t> Int(const char*, const char* name, int64_t low, int64_t high) const override {
+      const auto value = Has(name) ? source_.gguf_.Integer(source_.Key(name)) : std::nullopt;
+      if (!value) return std::nullopt;
+      return CheckedInt(Where("", name), *value, low, high);
+    }
+    std::optional<float> Float(const char*, const char* name, double low, double high) const override {
+      return Has(name) ? source_.OptionalFloat(source_.Key(name), low, high) : std::nullopt;
+    }
+    std::optional<bool> Bool(const char*, const char* name) const override {
+      return Has(name) ? source_.gguf_.Bool(source_.Key(name)) : std::nullopt;
+    }
+    std::optional<std::vector<int32_t>> Ints(const char*, const char* name, int64_t low, int64_t high) const override {
+      if (!Has(name)) return std::nullopt;
+      source_.CheckCount(source_.Key(name), kMaxLayers);
+      const auto values = source_.gguf_.Integers(source_.Key(name));
+      if (!values) return std::nullopt;
+      std::vector<int32_t> out;
+      for (const int64_t value : *values) out.push_back(CheckedInt(Where("", name), value, low, high));
+      return out;
+    }
+    std::string Where(const char*, const char* name) const override { return source_.gguf_.Where(source_.Key(name)); }
+
+   private:
+    static bool Has(const char* name) { return *name != '\0'; }
+    const GgufSource& source_;
+  };
+
   GgufFile gguf_;
+  const Architecture* architecture_ = nullptr;
   std::map<std::string, const Tensor*, std::less<>> by_name_;
 };
 

@@ -6,44 +6,88 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "io/architecture.h"
 #include "io/source.h"
 
 namespace phsa {
 namespace {
 
-constexpr double kMaxRopeBase = 1e15;
 constexpr double kMaxFactor = 1e6;
 constexpr size_t kMaxEndTokens = 1024;
 
-constexpr std::pair<const char*, const char*> kClasses[] = {
-    {"LlamaForCausalLM", "llama"}, {"Qwen2ForCausalLM", "qwen2"}, {"Qwen3ForCausalLM", "qwen3"}};
-
-// By model_type where it is there, else by the class in architectures.
-std::string ReadArchitecture(const JsonFields& fields) {
+// By the class in architectures where it is there, else by model_type.
+const Architecture& ReadArchitecture(const JsonFields& fields) {
   if (const Json* classes = fields.Find("architectures"); classes != nullptr && classes->is_array()) {
     for (const Json& item : *classes) {
-      for (const auto& [name, architecture] : kClasses) {
-        if (item == name) return architecture;
+      for (const Architecture* known : Architectures()) {
+        if (item == known->hugging_face_class) return *known;
       }
     }
     if (!classes->empty()) {
-      ThrowInvalid("{} is {}; allowed: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
-                   fields.Where("architectures"), JsonText(classes->front()));
+      ThrowInvalid("{} is {}; allowed: {}", fields.Where("architectures"), JsonText(classes->front()),
+                   ArchitectureNames(&Architecture::hugging_face_class));
     }
   }
-  std::string type = fields.String("model_type").value_or("");
-  if (!IsKnownArchitecture(type)) {
-    ThrowInvalid("{} is {}; allowed: {}", fields.Where("model_type"), Quoted(type), kArchitectures);
+  const std::string type = fields.String("model_type").value_or("");
+  for (const Architecture* known : Architectures()) {
+    if (type == known->hugging_face) return *known;
   }
-  return type;
+  ThrowInvalid("{} is {}; allowed: {}", fields.Where("model_type"), Quoted(type),
+               ArchitectureNames(&Architecture::hugging_face));
 }
+
+class Keys final : public ConfigKeys {
+ public:
+  explicit Keys(const JsonFields& fields) : fields_(fields) {}
+  bool gguf() const override { return false; }
+  std::optional<int32_t> Int(const char* name, const char*, int64_t low, int64_t high) const override {
+    return Has(name) ? fields_.Int(name, low, high) : std::nullopt;
+  }
+  std::optional<float> Float(const char* name, const char*, double low, double high) const override {
+    return Has(name) ? fields_.Float(name, low, high) : std::nullopt;
+  }
+  std::optional<bool> Bool(const char* name, const char*) const override {
+    return Has(name) ? fields_.Bool(name) : std::nullopt;
+  }
+  std::optional<std::vector<int32_t>> Ints(const char* name, const char*, int64_t low, int64_t high) const override {
+    const Json* const list = Has(name) ? fields_.Find(name) : nullptr;
+    if (list == nullptr) return std::nullopt;
+    if (!list->is_array() || list->size() > kMaxLayers) {
+      ThrowInvalid("{} is {}; allowed: a list of numbers, at most one a layer", Where(name, ""), JsonText(*list));
+    }
+    std::vector<int32_t> out;
+    for (const Json& item : *list) {
+      if (!item.is_number_integer()) {
+        ThrowInvalid("{} holds {}; allowed: {} to {}", Where(name, ""), JsonText(item), low, high);
+      }
+      out.push_back(CheckedInt(Where(name, ""), item.get<int64_t>(), low, high));
+    }
+    return out;
+  }
+  std::string Where(const char* name, const char*) const override { return fields_.Where(name); }
+
+ private:
+  static bool Has(const char* name) { return *name != '\0'; }
+  const JsonFields& fields_;
+};
 
 // RoPE in the style of transformers 5 (one object rope_parameters) and before (rope_theta, and rope_scaling where it is
 // scaled). Where a file has both, rope_scaling wins, as it does there.
-void ReadRope(const JsonFields& fields, ModelConfig* config) {
+void ReadRope(const JsonFields& fields, float default_base, ModelConfig* config) {
   std::optional<JsonFields> rope = fields.Object("rope_scaling");
   if (!rope) rope = fields.Object("rope_parameters");
-  config->rope_base = fields.Float("rope_theta", 1, kMaxRopeBase).value_or(10000);
+  if (rope && rope->Find("full_attention") != nullptr) {
+    // One object for each kind of layer.
+    if (const std::optional<JsonFields> windowed = rope->Object("sliding_attention")) {
+      const std::string type = windowed->String("rope_type").value_or("default");
+      if (type != "default") {
+        ThrowInvalid("{} is {}; allowed: default", windowed->Where("rope_type"), Quoted(type));
+      }
+      config->window_rope_base = windowed->Float("rope_theta", 1, kMaxRopeBase);
+    }
+    rope = rope->Object("full_attention");
+  }
+  config->rope_base = fields.Float("rope_theta", 1, kMaxRopeBase).value_or(default_base);
   const std::optional<float> rotated = fields.Float("partial_rotary_factor", 0, 1);
   if (rotated && *rotated != 1) {
     ThrowInvalid("{} is {}; allowed: 1, the whole head", fields.Where("partial_rotary_factor"), *rotated);
@@ -94,25 +138,39 @@ void ReadRope(const JsonFields& fields, ModelConfig* config) {
   scaling.truncate = rope->Bool("truncate").value_or(true);
 }
 
-void RefuseWhatWeDoNotCompute(const JsonFields& fields) {
-  const std::string activation = fields.String("hidden_act").value_or("silu");
-  if (activation != "silu") {
-    ThrowInvalid("{} is {}; allowed: silu", fields.Where("hidden_act"), Quoted(activation));
-  }
-  if (fields.Bool("use_sliding_window").value_or(false)) {
-    ThrowInvalid("{} is true; allowed: false", fields.Where("use_sliding_window"));
-  }
-  if (const Json* types = fields.Find("layer_types"); types != nullptr && types->is_array()) {
-    for (const Json& type : *types) {
-      if (type != "full_attention") {
-        ThrowInvalid("{} has {}; allowed: full_attention", fields.Where("layer_types"), JsonText(type));
-      }
-    }
-  }
+void RefuseWhatWeDoNotCompute(const JsonFields& fields, Gate gate) {
+  const char* const wanted = gate == Gate::kSilu ? "silu" : "gelu_pytorch_tanh";
+  const char* const key = fields.Find("hidden_activation") != nullptr ? "hidden_activation" : "hidden_act";
+  const std::string activation = fields.String(key).value_or(wanted);
+  if (activation != wanted) ThrowInvalid("{} is {}; allowed: {}", fields.Where(key), Quoted(activation), wanted);
   if (const std::optional<JsonFields> quantization = fields.Object("quantization_config")) {
     ThrowInvalid("{} is {}; allowed: weights in F32, F16 or BF16, or a GGUF file", quantization->Where("quant_method"),
                  Quoted(quantization->String("quant_method").value_or("")));
   }
+}
+
+// The layers that have a window, where config.json lists them.
+void ReadLayerTypes(const JsonFields& fields, ModelConfig* config) {
+  const Json* const types = fields.Find("layer_types");
+  if (types == nullptr || !types->is_array()) return;
+  if (types->size() != static_cast<size_t>(config->num_layers)) {
+    ThrowInvalid("{} lists {} layers; the model has {}", fields.Where("layer_types"), types->size(),
+                 config->num_layers);
+  }
+  int32_t windowed = 0;
+  for (const Json& type : *types) {
+    if (type == "sliding_attention") ++windowed;
+    if (type != "full_attention" && type != "sliding_attention") {
+      ThrowInvalid("{} has {}; allowed: full_attention, sliding_attention", fields.Where("layer_types"),
+                   JsonText(type));
+    }
+  }
+  const std::optional<int32_t> window = fields.Int("sliding_window", 1, kMaxContext);
+  if (windowed > 0 && !window) {
+    ThrowInvalid("{} is missing; layer_types has sliding_attention", fields.Where("sliding_window"));
+  }
+  SetWindows(config, window.value_or(0),
+             [&](int32_t layer) { return (*types)[static_cast<size_t>(layer)] == "sliding_attention"; });
 }
 
 // An id or a list of them; nothing where the key is not there.
@@ -190,10 +248,9 @@ Json MakeRopeScaling(const RopeScaling& scaling) {
 
 Json MakeHfConfig(const ModelConfig& config, bool attention_bias, bool mlp_bias) {
   Json json;
-  for (const auto& [name, architecture] : kClasses) {
-    if (config.architecture == architecture) json["architectures"] = {name};
-  }
-  json["model_type"] = config.architecture;
+  const Architecture& architecture = ArchitectureOf(config);
+  json["architectures"] = {architecture.hugging_face_class};
+  json["model_type"] = architecture.hugging_face;
   json["num_hidden_layers"] = config.num_layers;
   json["hidden_size"] = config.hidden;
   json["intermediate_size"] = config.intermediate;
@@ -217,8 +274,8 @@ Json MakeHfConfig(const ModelConfig& config, bool attention_bias, bool mlp_bias)
     scaling = *llama3;
   }
   json["rope_scaling"] = MakeRopeScaling(scaling);
-  if (config.architecture != "qwen2") json["attention_bias"] = attention_bias;
-  if (config.architecture == "llama") json["mlp_bias"] = mlp_bias;
+  if (architecture.qkv_bias == Presence::kOptional) json["attention_bias"] = attention_bias;
+  if (architecture.mlp_bias == Presence::kOptional) json["mlp_bias"] = mlp_bias;
   if (!config.eos_ids.empty()) json["eos_token_id"] = config.eos_ids.front();
   return json;
 }
@@ -242,8 +299,9 @@ Json MakeHfGenerationConfig(const ModelConfig& config, int32_t bos) {
 ModelConfig ReadHfConfig(const Json& json, const std::string& path) {
   const JsonFields fields(json, path);
   ModelConfig config;
-  config.architecture = ReadArchitecture(fields);
-  RefuseWhatWeDoNotCompute(fields);
+  const Architecture& architecture = ReadArchitecture(fields);
+  config.architecture = architecture.name;
+  RefuseWhatWeDoNotCompute(fields, architecture.gate);
   config.num_layers = fields.RequiredInt("num_hidden_layers", 1, kMaxLayers);
   config.hidden = fields.RequiredInt("hidden_size", 1, kMaxWidth);
   config.intermediate = fields.RequiredInt("intermediate_size", 1, kMaxWidth);
@@ -252,7 +310,7 @@ ModelConfig ReadHfConfig(const Json& json, const std::string& path) {
   config.num_q_heads = fields.RequiredInt("num_attention_heads", 1, kMaxModelHeads);
   config.num_kv_heads = fields.Int("num_key_value_heads", 1, kMaxModelHeads).value_or(config.num_q_heads);
   std::optional<int32_t> head_dim = fields.Int("head_dim", 1, kMaxHeadDim);
-  if (!head_dim && config.architecture == "qwen3") head_dim = 128;  // transformers' default, whatever the width
+  if (!head_dim && architecture.default_head_dim > 0) head_dim = architecture.default_head_dim;
   if (!head_dim && config.hidden % config.num_q_heads != 0) {
     ThrowInvalid("{} is missing, and {} heads do not divide hidden_size {}", fields.Where("head_dim"),
                  config.num_q_heads, config.hidden);
@@ -261,7 +319,9 @@ ModelConfig ReadHfConfig(const Json& json, const std::string& path) {
   config.rms_eps = fields.Float("rms_norm_eps", 0, 1).value_or(1e-6f);
   config.tied_embeddings = fields.Bool("tie_word_embeddings").value_or(false);
   config.eos_ids = ReadEndTokens(fields).value_or(std::vector<int32_t>());
-  ReadRope(fields, &config);
+  ReadRope(fields, architecture.default_rope_base, &config);
+  ReadLayerTypes(fields, &config);
+  if (architecture.configure != nullptr) architecture.configure(Keys(fields), &config);
   if (fields.Object("phsa")) {
     Json settings = *fields.Find("phsa");
     // A set of its own lies beside the settings, so that transformers keeps it: phsa.hf.enable.

@@ -11,8 +11,6 @@
 
 namespace phsa {
 
-bool IsKnownArchitecture(std::string_view name) { return name == "llama" || name == "qwen2" || name == "qwen3"; }
-
 int32_t CheckedInt(const std::string& where, int64_t value, int64_t low, int64_t high) {
   if (value < low || value > high) ThrowInvalid("{} is {}; allowed: {} to {}", where, value, low, high);
   return static_cast<int32_t>(value);

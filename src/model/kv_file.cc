@@ -142,6 +142,12 @@ std::string RopeInWords(const ModelConfig& config) {
     add("factors", hash.Hex());
   }
   if (config.interleaved_rope_rows) out += ", over neighbours";
+  if (config.window_rope_base) add("base of windows", *config.window_rope_base);
+  for (int32_t i = 0; i < config.num_layers; ++i) {
+    const LayerTraits traits = config.Layer(i);
+    if (traits.window > 0) out += fmt::format(", layer {} window {}", i, traits.window);
+    if (!traits.rope) out += fmt::format(", layer {} without", i);
+  }
   return out;
 }
 

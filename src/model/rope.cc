@@ -77,4 +77,25 @@ RopeFrequencies MakeRope(const ModelConfig& config) {
   return rope;
 }
 
+LayerRopes MakeLayerRopes(const ModelConfig& config) {
+  enum Kind : uint8_t { kUsual, kWindow, kNone };
+  LayerRopes out;
+  std::vector<Kind> kinds;
+  for (int32_t i = 0; i < config.num_layers; ++i) {
+    const LayerTraits traits = config.Layer(i);
+    const Kind kind = !traits.rope ? kNone : traits.window > 0 && config.window_rope_base ? kWindow : kUsual;
+    const auto known = std::find(kinds.begin(), kinds.end(), kind);
+    out.of_layer.push_back(static_cast<size_t>(known - kinds.begin()));
+    if (known != kinds.end()) continue;
+    kinds.push_back(kind);
+    ModelConfig own = config;
+    if (kind != kUsual) own.rope_scaling = {};
+    if (kind == kWindow) own.rope_base = *config.window_rope_base;
+    RopeFrequencies rope = MakeRope(own);
+    if (kind == kNone) std::fill(rope.frequencies.begin(), rope.frequencies.end(), 0.0);
+    out.all.push_back(std::move(rope));
+  }
+  return out;
+}
+
 }  // namespace phsa

@@ -4,7 +4,7 @@
 #include <set>
 
 #include "base/errors.h"
-#include "model/architecture.h"
+#include "io/architecture.h"
 
 namespace phsa {
 namespace {
@@ -46,9 +46,11 @@ std::vector<Place> Places(const ModelSource& source, Weights& weights) {
   const auto vector = [&](const std::string& name, int64_t size, Vector& to, Presence presence,
                           bool interleaved = false) {
     if (const Tensor* const tensor = FindChecked(source, name, 0, size, presence)) {
-      places.push_back({{name, tensor, 0, size, interleaved && config.interleaved_rope_rows}, nullptr, &to});
+      const bool from_one = config.norms_from_one && name.ends_with("norm.weight");
+      places.push_back({{name, tensor, 0, size, interleaved && config.interleaved_rope_rows, from_one}, nullptr, &to});
     }
   };
+  const LayerNames& names = architecture.names;
   const int64_t hidden = config.hidden, intermediate = config.intermediate;
   const int64_t q_width = int64_t{config.num_q_heads} * config.head_dim;
   const int64_t kv_width = int64_t{config.num_kv_heads} * config.head_dim;
@@ -57,25 +59,32 @@ std::vector<Place> Places(const ModelSource& source, Weights& weights) {
   weights.layers.resize(static_cast<size_t>(config.num_layers));
   for (int32_t i = 0; i < config.num_layers; ++i) {
     LayerWeights& layer = weights.layers[static_cast<size_t>(i)];
-    const std::string at = fmt::format("model.layers.{}.", i);
-    vector(at + "input_layernorm.weight", hidden, layer.attention_norm, Presence::kRequired);
-    matrix(at + "self_attn.q_proj.weight", q_width, hidden, layer.q, true);
-    matrix(at + "self_attn.k_proj.weight", kv_width, hidden, layer.k, true);
-    matrix(at + "self_attn.v_proj.weight", kv_width, hidden, layer.v);
-    vector(at + "self_attn.q_proj.bias", q_width, layer.q_bias, architecture.qkv_bias, true);
-    vector(at + "self_attn.k_proj.bias", kv_width, layer.k_bias, architecture.qkv_bias, true);
-    vector(at + "self_attn.v_proj.bias", kv_width, layer.v_bias, architecture.qkv_bias);
-    vector(at + "self_attn.q_norm.weight", config.head_dim, layer.q_norm, architecture.qk_norm);
-    vector(at + "self_attn.k_norm.weight", config.head_dim, layer.k_norm, architecture.qk_norm);
-    matrix(at + "self_attn.o_proj.weight", hidden, q_width, layer.o);
-    vector(at + "self_attn.o_proj.bias", hidden, layer.o_bias, architecture.output_bias);
-    vector(at + "post_attention_layernorm.weight", hidden, layer.mlp_norm, Presence::kRequired);
-    matrix(at + "mlp.gate_proj.weight", intermediate, hidden, layer.gate);
-    matrix(at + "mlp.up_proj.weight", intermediate, hidden, layer.up);
-    matrix(at + "mlp.down_proj.weight", hidden, intermediate, layer.down);
-    vector(at + "mlp.gate_proj.bias", intermediate, layer.gate_bias, architecture.mlp_bias);
-    vector(at + "mlp.up_proj.bias", intermediate, layer.up_bias, architecture.mlp_bias);
-    vector(at + "mlp.down_proj.bias", hidden, layer.down_bias, architecture.mlp_bias);
+    const auto weight = [&](TensorName name) { return fmt::format("model.layers.{}.{}.weight", i, name.hugging_face); };
+    const auto bias = [&](TensorName name) { return fmt::format("model.layers.{}.{}.bias", i, name.hugging_face); };
+    // Of the families that have such a norm; the others have no name for it.
+    const auto own_norm = [&](TensorName name, Vector& to) {
+      if (!name.hugging_face.empty()) vector(weight(name), hidden, to, Presence::kRequired);
+    };
+    vector(weight(names.attention_norm), hidden, layer.attention_norm, Presence::kRequired);
+    matrix(weight(names.q), q_width, hidden, layer.q, true);
+    matrix(weight(names.k), kv_width, hidden, layer.k, true);
+    matrix(weight(names.v), kv_width, hidden, layer.v);
+    vector(bias(names.q), q_width, layer.q_bias, architecture.qkv_bias, true);
+    vector(bias(names.k), kv_width, layer.k_bias, architecture.qkv_bias, true);
+    vector(bias(names.v), kv_width, layer.v_bias, architecture.qkv_bias);
+    vector(weight(names.q_norm), config.head_dim, layer.q_norm, architecture.qk_norm);
+    vector(weight(names.k_norm), config.head_dim, layer.k_norm, architecture.qk_norm);
+    matrix(weight(names.o), hidden, q_width, layer.o);
+    vector(bias(names.o), hidden, layer.o_bias, architecture.output_bias);
+    own_norm(names.attention_post_norm, layer.attention_post_norm);
+    vector(weight(names.mlp_norm), hidden, layer.mlp_norm, Presence::kRequired);
+    matrix(weight(names.gate), intermediate, hidden, layer.gate);
+    matrix(weight(names.up), intermediate, hidden, layer.up);
+    matrix(weight(names.down), hidden, intermediate, layer.down);
+    vector(bias(names.gate), intermediate, layer.gate_bias, architecture.mlp_bias);
+    vector(bias(names.up), intermediate, layer.up_bias, architecture.mlp_bias);
+    vector(bias(names.down), hidden, layer.down_bias, architecture.mlp_bias);
+    own_norm(names.mlp_post_norm, layer.mlp_post_norm);
   }
   vector("model.norm.weight", hidden, weights.final_norm, Presence::kRequired);
   if (!config.tied_embeddings) matrix("lm_head.weight", config.vocab_size, hidden, weights.lm_head);
@@ -136,7 +145,8 @@ void LoadVector(const Place& place, const ModelConfig& config) {
   Dequantize(place.tensor->type, place.tensor->data, place.cols, file.data());
   place.vector->resize(file.size());
   for (int64_t i = 0; i < place.cols; ++i) {
-    (*place.vector)[static_cast<size_t>(i)] = file[static_cast<size_t>(FileRow(place, config, i))];
+    (*place.vector)[static_cast<size_t>(i)] =
+        file[static_cast<size_t>(FileRow(place, config, i))] + (place.from_one ? 1.0f : 0.0f);
   }
 }
 
@@ -266,12 +276,18 @@ WeightType PackedType(TensorType file, WeightsMode mode) {
   return WeightType::kF32;
 }
 
-const Architecture& ArchitectureOf(const ModelConfig& config) {
-  for (const Architecture* architecture : {&kLlama, &kQwen2, &kQwen3}) {
-    if (architecture->name == config.architecture) return *architecture;
+std::string SpecialSteps(const ModelConfig& config) {
+  const Architecture& architecture = ArchitectureOf(config);
+  std::vector<std::string_view> special;
+  const auto any = [&](const auto& has) { return std::any_of(config.layers.begin(), config.layers.end(), has); };
+  if (any([](const LayerTraits& layer) { return layer.window > 0; })) special.emplace_back("sliding windows");
+  if (any([](const LayerTraits& layer) { return !layer.rope; })) special.emplace_back("layers without RoPE");
+  if (!architecture.names.attention_post_norm.hugging_face.empty()) special.emplace_back("norms behind the attention");
+  if (architecture.gate != Gate::kSilu) special.emplace_back("GELU");
+  if (config.embedding_scale != 1 || config.residual_scale != 1 || config.logits_divisor != 1) {
+    special.emplace_back("scales");
   }
-  Throw(PHSA_UNSUPPORTED, "the architecture {} is not supported; supported: llama, qwen2, qwen3",
-        Quoted(config.architecture));
+  return fmt::format("{}", fmt::join(special, ", "));
 }
 
 std::vector<ModelTensor> ModelTensors(const ModelSource& source) {
@@ -336,6 +352,7 @@ Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& thr
     done += place.tensor->bytes;
     if (!progress(static_cast<double>(done) / static_cast<double>(total))) return {};
   }
+  for (float& value : weights.final_norm) value /= source.config().logits_divisor;
   SetAdapter(source, mode, weights);
   return weights;
 }

@@ -22,6 +22,16 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA3 = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "sliding_window": 50,
+    "tie_word_embeddings": True,
+    "layer_types": [SLIDING, FULL, SLIDING],
+}
+
 # name: architecture, changes of the configuration, largest shard
 CASES = {
     "llama": ("Llama", {}, None),
@@ -38,13 +48,33 @@ CASES = {
     "qwen3": ("Qwen3", {"head_dim": 128}, None),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 64}, None),
     "qwen3-yarn-sharded": ("Qwen3", {"rope_parameters": YARN, "head_dim": 64}, "200KB"),
+    "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}, None),
+    "mistral": ("Mistral", {"sliding_window": None}, None),
+    "mistral-window": ("Mistral", {"sliding_window": 100}, None),
+    "ministral": ("Ministral", {"sliding_window": 33, "layer_types": [FULL, SLIDING, SLIDING]}, None),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": None, "eos_token_id": 2}, None),
+    "smollm3-list": ("SmolLM3", {"no_rope_layers": [0, 1, 1], "pad_token_id": None, "eos_token_id": 2}, None),
+    "gemma3": ("Gemma3", GEMMA3, None),
+    "gemma3-pattern": ("Gemma3", {**GEMMA3, "num_hidden_layers": 7, "layer_types": None}, None),
+    "gemma3-scaled": (
+        "Gemma3",
+        {
+            **GEMMA3,
+            "query_pre_attn_scalar": 100,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        "400KB",
+    ),
     "qwen3-odd": ("Qwen3", {"hidden_size": 120, "intermediate_size": 200, "head_dim": 64, "vocab_size": 509}, None),
 }
 
 
 def make_model(name, folder, dtype=torch.float32):
     architecture, changes, shard = CASES[name]
-    config = getattr(transformers, architecture + "Config")(
+    config = getattr(transformers, {"Gemma3": "Gemma3Text"}.get(architecture, architecture) + "Config")(
         **{
             "vocab_size": VOCAB,
             "hidden_size": 128,
@@ -65,7 +95,7 @@ def make_model(name, folder, dtype=torch.float32):
         for parameter_name, parameter in model.named_parameters():
             # Wide enough that attention is far from uniform and every norm and bias counts.
             scale = 0.3 if "norm" in parameter_name or "bias" in parameter_name else 0.12
-            offset = 1.0 if "norm" in parameter_name else 0.0
+            offset = 1.0 if "norm" in parameter_name and architecture != "Gemma3" else 0.0  # Gemma adds the 1
             parameter.copy_(torch.randn_like(parameter) * scale + offset)
     model = model.to(dtype)
     model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
@@ -96,6 +126,70 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
         theirs = model(ids).logits[0].numpy()
     ours = our_logits(tmp_path, ids[0].tolist())
     assert relative_error(ours, theirs) <= 1e-4
+
+
+# What GGUF calls the family, whether its converters turn q and k for RoPE over neighbours, and keys of its own.
+GGUF = {
+    "Llama": ("llama", True, {}),
+    "Mistral": ("llama", True, {}),
+    "Qwen2": ("qwen2", False, {}),
+    "Qwen3": ("qwen3", False, {}),
+    "SmolLM3": ("smollm3", True, {}),
+    "Gemma3": ("gemma3", False, {"attention.sliding_window": "sliding_window"}),
+}
+
+
+def make_gguf(name, model, path):
+    """The model as converters write it, in f32, by the package gguf."""
+    gguf = pytest.importorskip("gguf")
+    family = CASES[name][0]
+    architecture, turned, own = GGUF[family]
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    for key, value in own.items():
+        value = getattr(config, value)
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{key}", value)
+    number = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for tensor, values in model.state_dict().items():
+        if tensor == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = values.numpy()
+        if family == "Gemma3" and "norm" in tensor:
+            values = values + 1
+        if turned and ("q_proj" in tensor or "k_proj" in tensor):
+            heads = values.shape[0] // config.head_dim
+            halves = values.reshape(heads, 2, config.head_dim // 2, -1)
+            values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+        to = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+        assert to is not None, tensor
+        writer.add_tensor(to, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("name", ["llama-bias", "mistral", "qwen2", "qwen3", "smollm3", "gemma3-pattern"])
+def test_logits_of_gguf_files_equal_those_of_transformers(name, tmp_path):
+    model = make_model(name, tmp_path)
+    path = make_gguf(name, model, tmp_path / "model.gguf")
+    ids = torch.randint(0, model.config.vocab_size, (1, 200), generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        theirs = model(ids).logits[0].numpy()
+    assert relative_error(our_logits(path, ids[0].tolist()), theirs) <= 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -10,6 +10,7 @@
 #include "base/dtype.h"
 #include "base/errors.h"
 #include "base/memory.h"
+#include "io/architecture.h"
 #include "model/rope.h"
 #include "ops/layers.h"
 
@@ -70,7 +71,7 @@ BufferSizes SizesOf(const ModelConfig& config, int32_t kv_dtype, int32_t max_row
           .queries = m * q_width * sizeof(float),
           .keys = m * kv_width * sizeof(float),
           .intermediate = m * static_cast<size_t>(config.intermediate) * sizeof(float),
-          .cos_sin = m * static_cast<size_t>(config.head_dim) * sizeof(float),
+          .cos_sin = MakeLayerRopes(config).all.size() * m * static_cast<size_t>(config.head_dim) * sizeof(float),
           .logits = logit_rows * static_cast<size_t>(config.vocab_size) * sizeof(float),
           .attention_queries = m * q_width * DtypeSize(kv_dtype),
           .linear = linear,
@@ -104,13 +105,17 @@ class CpuModelBackend final : public ModelBackend {
                std::span<LinearOutput> outputs, const LowRank* adapter);
   void Multiply(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
                 std::span<const LinearOutput> outputs);
+  // What a half of a layer adds to the residual stream, in projected_, as it is added.
+  void FinishHalf(const Vector& post_norm);
+  size_t table_size() const { return static_cast<size_t>(max_rows_) * static_cast<size_t>(config_.head_dim); }
 
   const ModelConfig& config_;
   const WeightsMode mode_;
   Weights weights_;
   const int32_t kv_dtype_, max_rows_;
   ThreadPool& threads_;
-  const RopeFrequencies rope_;
+  const LayerRopes ropes_;
+  const Gate gate_kind_;
   const StepRows* rows_ = nullptr;  // of the step
   // [max_rows][…]: the residual stream and its norm (hidden), q/k/v (heads), the MLP's two halves (intermediate).
   Buffer residual_, normed_, queries_, keys_, values_, gate_, up_, projected_, cos_sin_, logits_;
@@ -130,7 +135,8 @@ CpuModelBackend::CpuModelBackend(const ModelConfig& config, Weights weights, con
       kv_dtype_(options.kv_dtype),
       max_rows_(options.max_rows),
       threads_(threads),
-      rope_(MakeRope(config)) {
+      ropes_(MakeLayerRopes(config)),
+      gate_kind_(ArchitectureOf(config).gate) {
   const BufferSizes sizes = SizesOf(config, kv_dtype_, max_rows_, weights_.adapter, threads.num_threads());
   residual_ = Buffer(sizes.residual);
   normed_ = Buffer(sizes.residual);
@@ -170,8 +176,13 @@ void CpuModelBackend::Begin(const StepRows& rows) {
   for (int32_t row = 0; row < rows.count; ++row) {
     weights_.embedding.GetRow(rows.tokens[static_cast<size_t>(row)], residual_.floats() + int64_t{row} * hidden);
   }
-  RopeTable(rows.positions.data(), rows.count, rope_.frequencies.data(), config_.head_dim / 2, rope_.factor,
-            cos_sin_.floats(), threads_.executor());
+  if (config_.embedding_scale != 1) {
+    ScaleRows(residual_.floats(), hidden, rows.count, hidden, config_.embedding_scale, threads_.executor());
+  }
+  for (size_t i = 0; i < ropes_.all.size(); ++i) {
+    RopeTable(rows.positions.data(), rows.count, ropes_.all[i].frequencies.data(), config_.head_dim / 2,
+              ropes_.all[i].factor, cos_sin_.floats() + i * table_size(), threads_.executor());
+  }
   RmsNorm(residual_.floats(), hidden, rows.count, hidden, weights_.layers.front().attention_norm.data(),
           config_.rms_eps, normed_.floats(), hidden, threads_.executor());
   times_.other += SecondsSince(clock);
@@ -242,7 +253,7 @@ void CpuModelBackend::QueriesKeysValues(int32_t layer) {
   RopeParams rope;
   rope.m = m;
   rope.head_dim = config_.head_dim;
-  rope.cos_sin = cos_sin_.floats();
+  rope.cos_sin = cos_sin_.floats() + ropes_.of_layer[static_cast<size_t>(layer)] * table_size();
   rope.eps = config_.rms_eps;
   rope.out_dtype = kv_dtype_;
   rope.x = queries_.floats();
@@ -320,6 +331,17 @@ void CpuModelBackend::Attend(int32_t layer, const StepGroup& group, const Plan& 
   times_.attention += SecondsSince(clock);
 }
 
+void CpuModelBackend::FinishHalf(const Vector& post_norm) {
+  const int32_t m = rows_->count, hidden = config_.hidden;
+  if (!post_norm.empty()) {
+    RmsNorm(projected_.floats(), hidden, m, hidden, post_norm.data(), config_.rms_eps, projected_.floats(), hidden,
+            threads_.executor());
+  }
+  if (config_.residual_scale != 1) {
+    ScaleRows(projected_.floats(), hidden, m, hidden, config_.residual_scale, threads_.executor());
+  }
+}
+
 void CpuModelBackend::OutputAndMlp(int32_t layer) {
   const LayerWeights& w = weights_.layers[static_cast<size_t>(layer)];
   const phsa_executor executor = threads_.executor();
@@ -334,6 +356,7 @@ void CpuModelBackend::OutputAndMlp(int32_t layer) {
           &w.o_adapter);
   times_.products += SecondsSince(clock);
 
+  FinishHalf(w.attention_post_norm);
   AddRmsNorm(residual_.floats(), hidden, projected_.floats(), hidden, m, hidden, w.mlp_norm.data(), config_.rms_eps,
              normed_.floats(), hidden, executor);
   times_.other += SecondsSince(clock);
@@ -342,14 +365,16 @@ void CpuModelBackend::OutputAndMlp(int32_t layer) {
   Project(normed_.floats(), hidden, m, weights_.activations.gate_up, weights_.activations.layer_int8, halves,
           &w.gate_up_adapter);
   times_.products += SecondsSince(clock);
-  SiluMul(gate_.floats(), intermediate, up_.floats(), intermediate, m, intermediate, gate_.floats(), intermediate,
-          executor);
+  const auto gate = gate_kind_ == Gate::kSilu ? SiluMul : GeluMul;
+  gate(gate_.floats(), intermediate, up_.floats(), intermediate, m, intermediate, gate_.floats(), intermediate,
+       executor);
   times_.other += SecondsSince(clock);
   LinearOutput down[] = {{&w.down, Data(w.down_bias), projected_.floats(), hidden}};
   Project(gate_.floats(), intermediate, m, weights_.activations.other, weights_.activations.layer_int8, down,
           &w.down_adapter);
   times_.products += SecondsSince(clock);
 
+  FinishHalf(w.mlp_post_norm);
   // The next layer's norm, or the model's last one, in the same pass over the residual stream.
   const Vector& next = layer + 1 < config_.num_layers ? weights_.layers[static_cast<size_t>(layer) + 1].attention_norm
                                                       : weights_.final_norm;
