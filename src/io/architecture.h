@@ -76,7 +76,9 @@ struct Architecture {
   Presence qkv_bias = Presence::kAbsent, output_bias = Presence::kAbsent, mlp_bias = Presence::kAbsent;
   Presence qk_norm = Presence::kAbsent;
   Gate gate = Gate::kSilu;
-  bool gguf_interleaves_rope_rows = false;  // ModelConfig::interleaved_rope_rows
+  bool gguf_interleaves_rope_rows = false;  // ModelConfig::interleaved_rope_rows, in GGUF files alone
+  bool interleaved_rope = false;            // and in both: the model turns neighbours
+  bool partial_rotary = false;              // RoPE may turn a part of each head
   int32_t default_head_dim = 0;             // where config.json has none, whatever the width; 0: width / heads
   float default_rope_base = 10000;          // where the file has none
   // What is this family's own: reads its keys, and says which layers differ. `config` has what all have; its `layers`
@@ -103,7 +105,7 @@ void SetWindows(ModelConfig* config, int32_t window, const Windowed& windowed) {
 void ReadQwenWindows(const ConfigKeys& keys, ModelConfig* config);
 
 // One file each, in architectures/.
-extern const Architecture kLlama, kQwen2, kQwen3, kMistral, kMinistral, kSmolLm3, kGemma3;
+extern const Architecture kLlama, kQwen2, kQwen3, kMistral, kMinistral, kSmolLm3, kGemma3, kQwen3Moe, kPhi3, kGlm4;
 
 }  // namespace phsa
 

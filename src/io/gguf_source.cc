@@ -121,7 +121,7 @@ class GgufSource final : public ModelSource {
                    ArchitectureNames(&Architecture::gguf));
     }
     config_.architecture = std::string(architecture_->name);
-    config_.interleaved_rope_rows = architecture_->gguf_interleaves_rope_rows;
+    config_.interleaved_rope_rows = architecture_->gguf_interleaves_rope_rows || architecture_->interleaved_rope;
   }
 
   void ReadConfig() {
@@ -166,14 +166,21 @@ class GgufSource final : public ModelSource {
                    config_.head_dim);
     }
     const std::optional<int32_t> rotated = OptionalInt("rope.dimension_count", kMaxHeadDim);
-    if (rotated && *rotated != config_.head_dim) {
-      ThrowInvalid("{} is {}; allowed: {}, the whole head", gguf_.Where(Key("rope.dimension_count")), *rotated,
-                   config_.head_dim);
+    if (!rotated || *rotated == config_.head_dim) return;
+    if (!architecture_->partial_rotary || *rotated > config_.head_dim || *rotated % 2 != 0) {
+      ThrowInvalid("{} is {}; allowed: {}", gguf_.Where(Key("rope.dimension_count")), *rotated,
+                   architecture_->partial_rotary ? fmt::format("even numbers up to {}", config_.head_dim)
+                                                 : fmt::format("{}, the whole head", config_.head_dim));
     }
+    config_.rotary_dim = *rotated;
   }
 
   void ReadRopeScaling() {
     RopeScaling& scaling = config_.rope_scaling;
+    if (const Tensor* factors = gguf_.FindTensor("rope_factors_long.weight")) {
+      ThrowInvalid("{}: the tensor rope_factors_long.weight at offset {} asks for longrope, which is not supported",
+                   path_, factors->file_offset);
+    }
     if (const Tensor* factors = gguf_.FindTensor("rope_freqs.weight")) {
       if (factors->type != TensorType::kF32 || factors->shape.size() != 1) {
         ThrowInvalid("{}: the tensor rope_freqs.weight at offset {} is not a row of f32", path_, factors->file_offset);

@@ -71,9 +71,21 @@ class Keys final : public ConfigKeys {
   const JsonFields& fields_;
 };
 
+// How much of each head RoPE turns.
+void ReadRotary(const JsonFields& fields, bool partial, ModelConfig* config) {
+  const std::optional<float> share = fields.Float("partial_rotary_factor", 0, 1);
+  if (!share || *share == 1) return;
+  const auto turned = static_cast<int32_t>(static_cast<float>(config->head_dim) * *share);
+  if (!partial || turned < 2 || turned % 2 != 0) {
+    ThrowInvalid("{} is {}; allowed: {}", fields.Where("partial_rotary_factor"), *share,
+                 partial ? "what gives an even number of dimensions" : "1, the whole head");
+  }
+  config->rotary_dim = turned;
+}
+
 // RoPE in the style of transformers 5 (one object rope_parameters) and before (rope_theta, and rope_scaling where it is
 // scaled). Where a file has both, rope_scaling wins, as it does there.
-void ReadRope(const JsonFields& fields, float default_base, ModelConfig* config) {
+void ReadRope(const JsonFields& fields, float default_base, bool partial_rotary, ModelConfig* config) {
   std::optional<JsonFields> rope = fields.Object("rope_scaling");
   if (!rope) rope = fields.Object("rope_parameters");
   if (rope && rope->Find("full_attention") != nullptr) {
@@ -88,17 +100,11 @@ void ReadRope(const JsonFields& fields, float default_base, ModelConfig* config)
     rope = rope->Object("full_attention");
   }
   config->rope_base = fields.Float("rope_theta", 1, kMaxRopeBase).value_or(default_base);
-  const std::optional<float> rotated = fields.Float("partial_rotary_factor", 0, 1);
-  if (rotated && *rotated != 1) {
-    ThrowInvalid("{} is {}; allowed: 1, the whole head", fields.Where("partial_rotary_factor"), *rotated);
-  }
+  ReadRotary(fields, partial_rotary, config);
   if (!rope) return;
 
   config->rope_base = rope->Float("rope_theta", 1, kMaxRopeBase).value_or(config->rope_base);
-  const std::optional<float> rotated_here = rope->Float("partial_rotary_factor", 0, 1);
-  if (rotated_here && *rotated_here != 1) {
-    ThrowInvalid("{} is {}; allowed: 1, the whole head", rope->Where("partial_rotary_factor"), *rotated_here);
-  }
+  ReadRotary(*rope, partial_rotary, config);
   std::optional<std::string> type = rope->String("rope_type");
   if (!type) type = rope->String("type");
   if (!type || *type == "default") return;
@@ -301,6 +307,7 @@ ModelConfig ReadHfConfig(const Json& json, const std::string& path) {
   ModelConfig config;
   const Architecture& architecture = ReadArchitecture(fields);
   config.architecture = architecture.name;
+  config.interleaved_rope_rows = architecture.interleaved_rope;
   RefuseWhatWeDoNotCompute(fields, architecture.gate);
   config.num_layers = fields.RequiredInt("num_hidden_layers", 1, kMaxLayers);
   config.hidden = fields.RequiredInt("hidden_size", 1, kMaxWidth);
@@ -319,7 +326,7 @@ ModelConfig ReadHfConfig(const Json& json, const std::string& path) {
   config.rms_eps = fields.Float("rms_norm_eps", 0, 1).value_or(1e-6f);
   config.tied_embeddings = fields.Bool("tie_word_embeddings").value_or(false);
   config.eos_ids = ReadEndTokens(fields).value_or(std::vector<int32_t>());
-  ReadRope(fields, architecture.default_rope_base, &config);
+  ReadRope(fields, architecture.default_rope_base, architecture.partial_rotary, &config);
   ReadLayerTypes(fields, &config);
   if (architecture.configure != nullptr) architecture.configure(Keys(fields), &config);
   if (fields.Object("phsa")) {

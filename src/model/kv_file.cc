@@ -142,6 +142,7 @@ std::string RopeInWords(const ModelConfig& config) {
     add("factors", hash.Hex());
   }
   if (config.interleaved_rope_rows) out += ", over neighbours";
+  if (config.rotary_dim > 0) add("dimensions", config.rotary_dim);
   if (config.window_rope_base) add("base of windows", *config.window_rope_base);
   for (int32_t i = 0; i < config.num_layers; ++i) {
     const LayerTraits traits = config.Layer(i);

@@ -53,6 +53,13 @@ struct LayerWeights {
   Vector mlp_norm;             // [hidden]
   Matrix gate, up;             // [intermediate][hidden]
   Matrix down;                 // [hidden][intermediate]
+  // In place of those three, in a layer with experts.
+  Matrix router;  // [experts][hidden], f32
+  struct Expert {
+    Matrix gate, up;  // [expert_width][hidden]
+    Matrix down;      // [hidden][expert_width]
+  };
+  std::vector<Expert> experts;
   Vector gate_bias, up_bias, down_bias;
   Vector mlp_post_norm;  // [hidden] or empty
   LowRank qkv_adapter, o_adapter, gate_up_adapter, down_adapter;
@@ -83,9 +90,10 @@ struct Weights {
 struct ModelTensor {
   std::string name;  // Hugging Face's
   const Tensor* tensor = nullptr;
-  int64_t rows = 0, cols = 0;      // of a matrix; a vector has rows = 0
-  bool interleaved_heads = false;  // rows of q and k that GGUF stores for RoPE over neighbours
-  bool from_one = false;           // a vector to which 1 is to be added
+  int64_t rows = 0, cols = 0;  // of a matrix; a vector has rows = 0
+  int64_t first_row = 0;       // of several that lie in one tensor
+  bool turned_heads = false;   // rows of q and k, whose order in a head is that of their RoPE
+  bool from_one = false;       // a vector to which 1 is to be added
 };
 // All of them. Throws phsa::Error for missing tensors and wrong shapes.
 std::vector<ModelTensor> ModelTensors(const ModelSource& source);

@@ -32,6 +32,9 @@ GEMMA3 = {
     "layer_types": [SLIDING, FULL, SLIDING],
 }
 
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "norm_topk_prob": True}
+PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+
 # name: architecture, changes of the configuration, largest shard
 CASES = {
     "llama": ("Llama", {}, None),
@@ -68,6 +71,15 @@ CASES = {
         },
         "400KB",
     ),
+    "qwen3moe": ("Qwen3Moe", MOE, None),
+    "qwen3moe-plain-layers": (
+        "Qwen3Moe",
+        {**MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False},
+        "200KB",
+    ),
+    "phi3": ("Phi3", {"pad_token_id": None, "eos_token_id": 2, "sliding_window": 70}, None),
+    "phi3-part-of-heads": ("Phi3", {**PARTIAL, "pad_token_id": None, "eos_token_id": 2}, None),
+    "glm4": ("Glm4", {**PARTIAL, "pad_token_id": None, "eos_token_id": 2, "attention_bias": True}, "200KB"),
     "qwen3-odd": ("Qwen3", {"hidden_size": 120, "intermediate_size": 200, "head_dim": 64, "vocab_size": 509}, None),
 }
 
@@ -136,6 +148,17 @@ GGUF = {
     "Qwen3": ("qwen3", False, {}),
     "SmolLM3": ("smollm3", True, {}),
     "Gemma3": ("gemma3", False, {"attention.sliding_window": "sliding_window"}),
+    "Qwen3Moe": (
+        "qwen3moe",
+        False,
+        {
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+    ),
+    "Phi3": ("phi3", False, {"attention.sliding_window": "sliding_window"}),
+    "Glm4": ("glm4", False, {}),
 }
 
 
@@ -152,8 +175,9 @@ def make_gguf(name, model, path):
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
@@ -162,6 +186,8 @@ def make_gguf(name, model, path):
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{key}", value)
     number = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    share = rope.get("partial_rotary_factor", 1)
+    writer.add_rope_dimension_count(int(head_dim * share))
     for tensor, values in model.state_dict().items():
         if tensor == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -172,6 +198,13 @@ def make_gguf(name, model, path):
             heads = values.shape[0] // config.head_dim
             halves = values.reshape(heads, 2, config.head_dim // 2, -1)
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+        if tensor.endswith("experts.gate_up_proj"):
+            gate, up = np.split(values, 2, axis=1)
+            for kind, part in (("gate", gate), ("up", up)):
+                writer.add_tensor(f"blk.{tensor.split('.')[2]}.ffn_{kind}_exps.weight", np.ascontiguousarray(part))
+            continue
+        if tensor.endswith("experts.down_proj"):
+            tensor += ".weight"
         to = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         assert to is not None, tensor
         writer.add_tensor(to, values)
@@ -182,7 +215,9 @@ def make_gguf(name, model, path):
     return path
 
 
-@pytest.mark.parametrize("name", ["llama-bias", "mistral", "qwen2", "qwen3", "smollm3", "gemma3-pattern"])
+@pytest.mark.parametrize(
+    "name", ["llama-bias", "mistral", "qwen2", "qwen3", "smollm3", "gemma3-pattern", "qwen3moe", "phi3", "glm4"]
+)
 def test_logits_of_gguf_files_equal_those_of_transformers(name, tmp_path):
     model = make_model(name, tmp_path)
     path = make_gguf(name, model, tmp_path / "model.gguf")

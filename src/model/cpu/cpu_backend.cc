@@ -11,6 +11,7 @@
 #include "base/errors.h"
 #include "base/memory.h"
 #include "io/architecture.h"
+#include "model/cpu/experts.h"
 #include "model/rope.h"
 #include "ops/layers.h"
 
@@ -43,7 +44,8 @@ ActivationType ActivationsFor(WeightType weights, ActivationType wanted, Activat
 const float* Data(const Vector& vector) { return vector.empty() ? nullptr : vector.data(); }
 
 struct BufferSizes {
-  size_t residual, projected, queries, keys, intermediate, cos_sin, logits, attention_queries, linear, low_rank, added;
+  size_t residual, projected, queries, keys, intermediate, cos_sin, logits, attention_queries, linear, low_rank, added,
+      routed;
 };
 
 BufferSizes SizesOf(const ModelConfig& config, int32_t kv_dtype, int32_t max_rows, const AdapterSizes& adapter,
@@ -53,6 +55,7 @@ BufferSizes SizesOf(const ModelConfig& config, int32_t kv_dtype, int32_t max_row
   const auto kv_width = static_cast<size_t>(config.num_kv_heads) * static_cast<size_t>(config.head_dim);
   std::set<int32_t> columns = adapter.ranks;
   columns.insert({config.hidden, config.intermediate, static_cast<int32_t>(q_width)});
+  if (config.num_experts > 0) columns.insert(config.expert_width);
   size_t linear = 0;
   for (const WeightType weights : {WeightType::kF32, WeightType::kBf16, WeightType::kInt8, WeightType::kInt4}) {
     for (const ActivationType activations : {ActivationType::kF32, ActivationType::kBf16, ActivationType::kInt8}) {
@@ -70,13 +73,16 @@ BufferSizes SizesOf(const ModelConfig& config, int32_t kv_dtype, int32_t max_row
           .projected = m * static_cast<size_t>(config.hidden) * sizeof(float),
           .queries = m * q_width * sizeof(float),
           .keys = m * kv_width * sizeof(float),
-          .intermediate = m * static_cast<size_t>(config.intermediate) * sizeof(float),
+          .intermediate = m * static_cast<size_t>(std::max(config.intermediate, config.expert_width)) * sizeof(float),
           .cos_sin = MakeLayerRopes(config).all.size() * m * static_cast<size_t>(config.head_dim) * sizeof(float),
           .logits = logit_rows * static_cast<size_t>(config.vocab_size) * sizeof(float),
           .attention_queries = m * q_width * DtypeSize(kv_dtype),
           .linear = linear,
           .low_rank = m * static_cast<size_t>(adapter.rows) * sizeof(float),
-          .added = adapter.rows > 0 ? m * widest * sizeof(float) : 0};
+          .added = adapter.rows > 0 ? m * widest * sizeof(float) : 0,
+          .routed = config.num_experts > 0
+                        ? m * static_cast<size_t>(config.num_experts + 2 * config.hidden) * sizeof(float)
+                        : 0};
 }
 
 class CpuModelBackend final : public ModelBackend {
@@ -105,6 +111,8 @@ class CpuModelBackend final : public ModelBackend {
                std::span<LinearOutput> outputs, const LowRank* adapter);
   void Multiply(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
                 std::span<const LinearOutput> outputs);
+  // projected_ = the experts of normed_'s rows.
+  void RunExperts(const LayerWeights& w);
   // What a half of a layer adds to the residual stream, in projected_, as it is added.
   void FinishHalf(const Vector& post_norm);
   size_t table_size() const { return static_cast<size_t>(max_rows_) * static_cast<size_t>(config_.head_dim); }
@@ -121,6 +129,7 @@ class CpuModelBackend final : public ModelBackend {
   Buffer residual_, normed_, queries_, keys_, values_, gate_, up_, projected_, cos_sin_, logits_;
   Buffer attention_queries_, attention_out_;  // [max_rows][q heads · head_dim] in the cache's dtype
   Buffer linear_workspace_, attention_workspace_;
+  Buffer routed_;            // experts: [max_rows][experts] logits, then rows of one expert in and out, [hidden]
   Buffer low_rank_, added_;  // [max_rows][adapter rows], [max_rows][widths of the outputs of one x]
   bool stages_apart_ = false;
   std::vector<int32_t> selection_;  // between stages
@@ -153,6 +162,7 @@ CpuModelBackend::CpuModelBackend(const ModelConfig& config, Weights weights, con
   linear_workspace_ = Buffer(sizes.linear);
   low_rank_ = Buffer(sizes.low_rank);
   added_ = Buffer(sizes.added);
+  routed_ = Buffer(sizes.routed);
 }
 
 bool CpuModelBackend::SetAdapter(const ModelSource& source) {
@@ -342,6 +352,42 @@ void CpuModelBackend::FinishHalf(const Vector& post_norm) {
   }
 }
 
+void CpuModelBackend::RunExperts(const LayerWeights& w) {
+  const phsa_executor executor = threads_.executor();
+  const int32_t m = rows_->count, hidden = config_.hidden, width = config_.expert_width;
+  float* const logits = routed_.floats();
+  float* const in = logits + int64_t{max_rows_} * config_.num_experts;
+  float* const out = in + int64_t{max_rows_} * hidden;
+  Clock::time_point clock = Clock::now();
+  LinearOutput router[] = {{&w.router, nullptr, logits, config_.num_experts}};
+  Project(normed_.floats(), hidden, m, ActivationType::kF32, ActivationType::kF32, router, nullptr);
+  const std::vector<ExpertRows> routes = RouteToExperts(config_, logits, m);
+  std::fill_n(projected_.floats(), int64_t{m} * hidden, 0.0f);
+  // One expert after the other, so that a row's sum has one order, whatever other rows there are.
+  for (size_t e = 0; e < routes.size(); ++e) {
+    const auto count = static_cast<int32_t>(routes[e].rows.size());
+    if (count == 0) continue;
+    for (int32_t i = 0; i < count; ++i) {
+      const float* const row = normed_.floats() + int64_t{routes[e].rows[static_cast<size_t>(i)]} * hidden;
+      std::copy_n(row, hidden, in + int64_t{i} * hidden);
+    }
+    LinearOutput halves[] = {{&w.experts[e].gate, nullptr, gate_.floats(), width},
+                             {&w.experts[e].up, nullptr, up_.floats(), width}};
+    Project(in, hidden, count, weights_.activations.gate_up, weights_.activations.layer_int8, halves, nullptr);
+    const auto gate = gate_kind_ == Gate::kSilu ? SiluMul : GeluMul;
+    gate(gate_.floats(), width, up_.floats(), width, count, width, gate_.floats(), width, executor);
+    LinearOutput down[] = {{&w.experts[e].down, nullptr, out, hidden}};
+    Project(gate_.floats(), width, count, weights_.activations.other, weights_.activations.layer_int8, down, nullptr);
+    for (int32_t i = 0; i < count; ++i) {
+      const float weight = routes[e].weights[static_cast<size_t>(i)];
+      const float* const from = out + int64_t{i} * hidden;
+      float* const to = projected_.floats() + int64_t{routes[e].rows[static_cast<size_t>(i)]} * hidden;
+      for (int32_t c = 0; c < hidden; ++c) to[c] += weight * from[c];
+    }
+  }
+  times_.products += SecondsSince(clock);
+}
+
 void CpuModelBackend::OutputAndMlp(int32_t layer) {
   const LayerWeights& w = weights_.layers[static_cast<size_t>(layer)];
   const phsa_executor executor = threads_.executor();
@@ -360,19 +406,23 @@ void CpuModelBackend::OutputAndMlp(int32_t layer) {
   AddRmsNorm(residual_.floats(), hidden, projected_.floats(), hidden, m, hidden, w.mlp_norm.data(), config_.rms_eps,
              normed_.floats(), hidden, executor);
   times_.other += SecondsSince(clock);
-  LinearOutput halves[] = {{&w.gate, Data(w.gate_bias), gate_.floats(), intermediate},
-                           {&w.up, Data(w.up_bias), up_.floats(), intermediate}};
-  Project(normed_.floats(), hidden, m, weights_.activations.gate_up, weights_.activations.layer_int8, halves,
-          &w.gate_up_adapter);
-  times_.products += SecondsSince(clock);
-  const auto gate = gate_kind_ == Gate::kSilu ? SiluMul : GeluMul;
-  gate(gate_.floats(), intermediate, up_.floats(), intermediate, m, intermediate, gate_.floats(), intermediate,
-       executor);
-  times_.other += SecondsSince(clock);
-  LinearOutput down[] = {{&w.down, Data(w.down_bias), projected_.floats(), hidden}};
-  Project(gate_.floats(), intermediate, m, weights_.activations.other, weights_.activations.layer_int8, down,
-          &w.down_adapter);
-  times_.products += SecondsSince(clock);
+  if (!w.experts.empty()) {
+    RunExperts(w);
+  } else {
+    LinearOutput halves[] = {{&w.gate, Data(w.gate_bias), gate_.floats(), intermediate},
+                             {&w.up, Data(w.up_bias), up_.floats(), intermediate}};
+    Project(normed_.floats(), hidden, m, weights_.activations.gate_up, weights_.activations.layer_int8, halves,
+            &w.gate_up_adapter);
+    times_.products += SecondsSince(clock);
+    const auto gate = gate_kind_ == Gate::kSilu ? SiluMul : GeluMul;
+    gate(gate_.floats(), intermediate, up_.floats(), intermediate, m, intermediate, gate_.floats(), intermediate,
+         executor);
+    times_.other += SecondsSince(clock);
+    LinearOutput down[] = {{&w.down, Data(w.down_bias), projected_.floats(), hidden}};
+    Project(gate_.floats(), intermediate, m, weights_.activations.other, weights_.activations.layer_int8, down,
+            &w.down_adapter);
+    times_.products += SecondsSince(clock);
+  }
 
   FinishHalf(w.mlp_post_norm);
   // The next layer's norm, or the model's last one, in the same pass over the residual stream.
@@ -415,7 +465,7 @@ BackendSizes CpuBackendSizes(const ModelSource& source, const BackendOptions& op
   sizes.weights = weights.bytes;
   sizes.weight_types = weights.types;
   sizes.workspace = 2 * s.residual + s.projected + s.queries + 2 * s.keys + 2 * s.intermediate + s.cos_sin + s.logits +
-                    2 * s.attention_queries + s.linear + s.low_rank + s.added;
+                    2 * s.attention_queries + s.linear + s.low_rank + s.added + s.routed;
   sizes.available = AvailableMemory();
   return sizes;
 }
