@@ -9,6 +9,7 @@
 #include "io/architecture.h"
 #include "io/gguf.h"
 #include "io/gguf_names.h"
+#include "io/hub.h"
 #include "io/source.h"
 
 namespace phsa {
@@ -28,13 +29,9 @@ class GgufSource final : public ModelSource {
     path_ = gguf_.file().path();
     format_ = fmt::format("GGUF v{}", gguf_.version());
     file_bytes_ = gguf_.file().size();
-    const int64_t parts = gguf_.Integer("split.count").value_or(1);
-    if (parts > 1) {
-      ThrowInvalid("{}: is one of {} parts of a split model: join them first (llama-gguf-split --merge)", path_, parts);
-    }
+    OpenParts();
     ReadArchitecture();
-    for (const Tensor& tensor : gguf_.tensors())
-      by_name_.emplace(HuggingFaceName(*architecture_, tensor.name), &tensor);
+    for (const Tensor* tensor : Tensors()) by_name_.emplace(HuggingFaceName(*architecture_, tensor->name), tensor);
     ReadConfig();
     CheckEmbedding(*this, "token_embd.weight");
     ReadTokenizer();
@@ -51,10 +48,19 @@ class GgufSource final : public ModelSource {
     std::vector<const Tensor*> out;
     out.reserve(gguf_.tensors().size());
     for (const Tensor& tensor : gguf_.tensors()) out.push_back(&tensor);
+    for (const std::unique_ptr<GgufFile>& part : parts_) {
+      for (const Tensor& tensor : part->tensors()) out.push_back(&tensor);
+    }
     return out;
   }
 
-  void Release(const Tensor& tensor) const override { gguf_.file().Release(tensor.data, tensor.bytes); }
+  void Release(const Tensor& tensor) const override {
+    const auto holds = [&](const GgufFile& part) {
+      return tensor.data >= part.file().data() && tensor.data < part.file().data() + part.file().size();
+    };
+    const auto found = std::find_if(parts_.begin(), parts_.end(), [&](const auto& part) { return holds(*part); });
+    (found == parts_.end() ? gguf_ : **found).file().Release(tensor.data, tensor.bytes);
+  }
 
   std::vector<std::pair<std::string, std::string>> Metadata() const override {
     std::vector<std::pair<std::string, std::string>> out;
@@ -66,6 +72,35 @@ class GgufSource final : public ModelSource {
   }
 
  private:
+  // The other files of a split model. The first has the metadata, all have tensors.
+  void OpenParts() {
+    const int64_t count = gguf_.Integer("split.count").value_or(1);
+    if (count <= 1) return;
+    const std::filesystem::path path = path_;
+    const std::optional<GgufPart> first = PartOfSplitGguf(path.filename().string());
+    if (!first || first->count != count) {
+      ThrowInvalid("{}: is one of {} parts of a split model; their names must end in -00001-of-{:05}.gguf and so on",
+                   path_, count, count);
+    }
+    if (first->number != 1) {
+      ThrowInvalid("{}: is part {} of {} of a split model: give the first, {}", path_, first->number, count,
+                   (path.parent_path() / first->Name(1)).string());
+    }
+    for (int32_t number = 2; number <= first->count; ++number) {
+      const std::filesystem::path other = path.parent_path() / first->Name(number);
+      std::error_code ignored;
+      if (!std::filesystem::exists(other, ignored)) {
+        ThrowInvalid("{}: is missing, part {} of {} of the model: fetch it", other.string(), number, count);
+      }
+      parts_.push_back(std::make_unique<GgufFile>(MappedFile(other)));
+      if (parts_.back()->Integer("split.no").value_or(-1) != number - 1) {
+        ThrowInvalid("{}: is not part {} of {}", other.string(), number, count);
+      }
+      file_bytes_ += parts_.back()->file().size();
+    }
+    format_ += fmt::format(", {} files", count);
+  }
+
   // Keys of the architecture: "block_count" is "llama.block_count".
   std::string Key(std::string_view name) const { return fmt::format("{}.{}", architecture_->gguf, name); }
 
@@ -323,6 +358,7 @@ class GgufSource final : public ModelSource {
   };
 
   GgufFile gguf_;
+  std::vector<std::unique_ptr<GgufFile>> parts_;  // of a split model, without the first
   const Architecture* architecture_ = nullptr;
   std::map<std::string, const Tensor*, std::less<>> by_name_;
 };
