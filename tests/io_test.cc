@@ -536,7 +536,7 @@ TEST(Gguf, AModelWeCannotRunIsRefusedWithWhatIsAllowed) {
     return WithoutOffsets(ChangedGgufRefusal(change));
   };
   EXPECT_EQ(with([](GgufWriter* g) { g->AddInt("split.count", 3); }),
-            "is one of 3 parts of a split model: join them first (llama-gguf-split --merge)");
+            "is one of 3 parts of a split model; their names must end in -00001-of-00003.gguf and so on");
   EXPECT_EQ(with([](GgufWriter* g) { g->AddInt("llama.rope.dimension_count", 8); }),
             "llama.rope.dimension_count at offset N is 8; allowed: 16, the whole head");
   EXPECT_EQ(with([](GgufWriter* g) { g->AddText("llama.rope.scaling.type", "longrope"); }),

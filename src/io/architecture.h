@@ -105,7 +105,8 @@ void SetWindows(ModelConfig* config, int32_t window, const Windowed& windowed) {
 void ReadQwenWindows(const ConfigKeys& keys, ModelConfig* config);
 
 // One file each, in architectures/.
-extern const Architecture kLlama, kQwen2, kQwen3, kMistral, kMinistral, kSmolLm3, kGemma3, kQwen3Moe, kPhi3, kGlm4;
+extern const Architecture kLlama, kQwen2, kQwen3, kMistral, kMinistral, kSmolLm3, kGemma3, kQwen3Moe, kPhi3, kGlm4,
+    kGranite;
 
 }  // namespace phsa
 

@@ -48,9 +48,13 @@ if have:
 try:
     with urllib.request.build_opener(Redirects).open(request, timeout=60) as answer:
         again = have and answer.status == 206
+        rest = int(answer.headers.get("Content-Length", 0))
         with open(path, "ab" if again else "wb") as file:
             while piece := answer.read(1 << 20):
                 file.write(piece)
+                rest -= len(piece)
+        if rest > 0:
+            raise OSError("the connection ended early")
 except urllib.error.HTTPError as error:
     if error.code == 416 and have:
         sys.exit(0)

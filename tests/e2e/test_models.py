@@ -5,7 +5,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from conftest import BIN
+from conftest import BIN, ROOT
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -34,6 +34,12 @@ GEMMA3 = {
 
 MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "norm_topk_prob": True}
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+GRANITE = {
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 5.0,
+}
 
 # name: architecture, changes of the configuration, largest shard
 CASES = {
@@ -80,6 +86,7 @@ CASES = {
     "phi3": ("Phi3", {"pad_token_id": None, "eos_token_id": 2, "sliding_window": 70}, None),
     "phi3-part-of-heads": ("Phi3", {**PARTIAL, "pad_token_id": None, "eos_token_id": 2}, None),
     "glm4": ("Glm4", {**PARTIAL, "pad_token_id": None, "eos_token_id": 2, "attention_bias": True}, "200KB"),
+    "granite": ("Granite", GRANITE, None),
     "qwen3-odd": ("Qwen3", {"hidden_size": 120, "intermediate_size": 200, "head_dim": 64, "vocab_size": 509}, None),
 }
 
@@ -114,9 +121,10 @@ def make_model(name, folder, dtype=torch.float32):
     return model
 
 
-def our_logits(folder, ids, weights="f32", kv_type="f32", chunk=64, threads=2, adapter=None):
+def our_logits(folder, ids, weights="f32", kv_type="f32", chunk=64, threads=2, adapter="-", settings=None):
+    more = [json.dumps(settings)] if settings else []
     done = subprocess.run(
-        [BIN / "logits_of", folder, weights, kv_type, str(chunk), str(threads), *([adapter] if adapter else [])],
+        [BIN / "logits_of", folder, weights, kv_type, str(chunk), str(threads), adapter, *more],
         input=" ".join(map(str, ids)).encode(),
         capture_output=True,
     )
@@ -159,6 +167,16 @@ GGUF = {
     ),
     "Phi3": ("phi3", False, {"attention.sliding_window": "sliding_window"}),
     "Glm4": ("glm4", False, {}),
+    "Granite": (
+        "granite",
+        True,
+        {
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
 }
 
 
@@ -216,7 +234,7 @@ def make_gguf(name, model, path):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-bias", "mistral", "qwen2", "qwen3", "smollm3", "gemma3-pattern", "qwen3moe", "phi3", "glm4"]
+    "name", ["llama-bias", "mistral", "qwen2", "qwen3", "smollm3", "gemma3-pattern", "qwen3moe", "phi3", "glm4", "granite"]
 )
 def test_logits_of_gguf_files_equal_those_of_transformers(name, tmp_path):
     model = make_model(name, tmp_path)
@@ -225,6 +243,26 @@ def test_logits_of_gguf_files_equal_those_of_transformers(name, tmp_path):
     with torch.no_grad():
         theirs = model(ids).logits[0].numpy()
     assert relative_error(our_logits(path, ids[0].tolist()), theirs) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "ministral", "smollm3", "gemma3", "qwen3moe", "phi3-part-of-heads", "glm4", "granite"]
+)
+def test_phsa_gives_the_logits_of_the_transformers_plugin(name, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "python"))
+    phsa = pytest.importorskip("phsa.hf")
+    model = make_model(name, tmp_path)
+    ids = torch.randint(0, VOCAB, (1, 400), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        dense = model(ids).logits[0].numpy()
+        phsa.enable(model, policy="phsa", init=16, local=32, top_k=2, punctuation="none", backend="auto")
+        theirs = model(ids, use_cache=False).logits[0].numpy()
+    settings = {"attention": "phsa", "init_tokens": 16, "local_tokens": 32, "top_k": 2, "punctuation": "none"}
+    ours = our_logits(tmp_path, ids[0].tolist(), settings=settings)
+    assert relative_error(dense, theirs) > 0.05, "something must be left out"
+    # Where two blocks score nearly the same, one of them is as right as the other: few rows may differ.
+    errors = np.abs(ours - theirs).max(axis=1) / np.abs(theirs).max()
+    assert np.mean(errors > 1e-4) < 0.03
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
