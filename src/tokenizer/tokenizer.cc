@@ -209,21 +209,19 @@ std::string Tokenizer::Decode(std::span<const int32_t> ids, bool skip_special) c
     }
     single = 0;
   };
-  bool first = true;
   for (const int32_t id : ids) {
     impl_->CheckId(id);
     if (skip_special && IsSpecial(id)) continue;
-    std::string_view token = impl_->parts.token_bytes[static_cast<size_t>(id)];
+    const std::string& token = impl_->parts.token_bytes[static_cast<size_t>(id)];
     const bool is_single = impl_->bpe.IsByteToken(id);
     if (!is_single) end_single();
-    if (first && impl_->parts.space_marks.strip_first && token.starts_with(' ')) token.remove_prefix(1);
-    first = false;
     bytes += token;
     single += is_single;
   }
   end_single();
   out.reserve(bytes.size());
   if (AppendValidUtf8(bytes, &out) > 0) out += kReplacementCharacter;
+  if (impl_->parts.space_marks.strip_first && out.starts_with(' ')) out.erase(0, 1);
   return out;
 }
 

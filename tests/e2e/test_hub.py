@@ -3,6 +3,7 @@
 import hashlib
 import http.server
 import json
+import pathlib
 import threading
 
 import numpy as np
@@ -121,7 +122,7 @@ def test_a_fetched_model_has_its_name_and_is_fetched_once(hub, tmp_path):
     done = run_phsa("models", "fetch", "org/name", "--json", env={"HF_TOKEN": "secret"})
     assert done.returncode == 0, done.stderr
     path = json.loads(done.stdout)["path"]
-    assert open(path, "rb").read() == model
+    assert pathlib.Path(path).read_bytes() == model
     assert not any("README" in path for _, path, _, _ in server.asked), "only what the model needs"
     of_store = [given for host, _, _, given in server.asked if host == "store"]
     assert of_store == [None], "the token goes to the hub alone"
@@ -138,9 +139,7 @@ def test_the_cache_is_the_hubs_own(hub, tmp_path):
     huggingface_hub = pytest.importorskip("huggingface_hub")
     hub({"tiny.gguf": write_gguf(tmp_path / "tiny.gguf").read_bytes()})
     path = json.loads(fetch().stdout)["path"]
-    theirs = huggingface_hub.hf_hub_download(
-        "org/name", "tiny.gguf", cache_dir=tmp_path / "hub", local_files_only=True
-    )
+    theirs = huggingface_hub.hf_hub_download("org/name", "tiny.gguf", cache_dir=tmp_path / "hub", local_files_only=True)
     assert theirs == path
 
 
@@ -155,7 +154,7 @@ def test_what_was_interrupted_goes_on_from_there(hub, tmp_path):
     assert done.returncode == 0, done.stderr
     ranges = [wanted for host, _, wanted, _ in server.asked if host == "store"]
     assert ranges == [f"bytes={len(model) // 2}-"]
-    assert open(json.loads(done.stdout)["path"], "rb").read() == model
+    assert pathlib.Path(json.loads(done.stdout)["path"]).read_bytes() == model
 
 
 def test_damaged_content_never_gets_the_models_name(hub, tmp_path):

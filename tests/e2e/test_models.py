@@ -234,7 +234,8 @@ def make_gguf(name, model, path):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-bias", "mistral", "qwen2", "qwen3", "smollm3", "gemma3-pattern", "qwen3moe", "phi3", "glm4", "granite"]
+    "name",
+    ["llama-bias", "mistral", "qwen2", "qwen3", "smollm3", "gemma3-pattern", "qwen3moe", "phi3", "glm4", "granite"],
 )
 def test_logits_of_gguf_files_equal_those_of_transformers(name, tmp_path):
     model = make_model(name, tmp_path)
