@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -438,6 +439,11 @@ TEST(TokenizerGguf, WhatIsWrongIsRefusedByName) {
   }
   EXPECT_NE(refusal([](BpeVocabulary& v) { v.model = "bert"; }).find("bert"), std::string::npos);
   EXPECT_NE(refusal([](BpeVocabulary& v) { v.model = "llama"; }).find("scores has 0"), std::string::npos);
+  const std::string no_number = refusal([](BpeVocabulary& v) {
+    v.model = "llama";
+    v.scores.assign(v.tokens.size(), NAN);
+  });
+  EXPECT_NE(no_number.find("scores[0] is nan"), std::string::npos) << no_number;
   EXPECT_NE(refusal([](BpeVocabulary& v) { v.tokens.clear(); }).find("tokens"), std::string::npos);
   EXPECT_NE(refusal([](BpeVocabulary& v) { v.token_types.pop_back(); }).find("token_type"), std::string::npos);
   EXPECT_NE(refusal([](BpeVocabulary& v) { v.merges[3] = "none"; }).find("merges[3]"), std::string::npos);

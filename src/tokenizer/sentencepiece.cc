@@ -6,6 +6,13 @@
 #include "base/utf8.h"
 
 namespace phsa {
+namespace {
+
+// In bytes: far above every token of a real vocabulary. A longer one is not looked at for merges: all its halves would
+// take the square of its length.
+constexpr size_t kLongestMerged = 4096;
+
+}  // namespace
 
 std::string MarkSpaces(std::string_view text, const SpaceMarks& marks, bool first) {
   std::string out;
@@ -75,6 +82,7 @@ std::vector<BpeMerge> MergesFromScores(const std::unordered_map<std::string, int
   std::vector<Candidate> candidates;
   for (const auto& [token, id] : ids) {
     const std::string_view text = token;
+    if (text.size() > kLongestMerged) continue;
     const std::optional<std::u32string> characters = DecodeUtf8(text);
     if (!characters) continue;
     const auto size = static_cast<int32_t>(characters->size());

@@ -1,5 +1,6 @@
 // A tokenizer from what a GGUF file says: the vocabulary itself, and the name of the way text is cut into words.
 #include <algorithm>
+#include <cmath>
 #include <unordered_map>
 
 #include "base/errors.h"
@@ -38,6 +39,11 @@ TokenizerParts SentencePieceParts(const BpeVocabulary& vocabulary, const std::st
   if (vocabulary.scores.size() != size) {
     ThrowInvalid("{}: tokenizer.ggml.scores has {} entries; allowed: {}, one per token", file, vocabulary.scores.size(),
                  size);
+  }
+  for (size_t i = 0; i < size; ++i) {
+    if (!std::isfinite(vocabulary.scores[i])) {
+      ThrowInvalid("{}: tokenizer.ggml.scores[{}] is {}; allowed: finite numbers", file, i, vocabulary.scores[i]);
+    }
   }
   TokenizerParts parts;
   parts.token_bytes.resize(size);

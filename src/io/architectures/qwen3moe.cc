@@ -6,6 +6,8 @@
 namespace phsa {
 namespace {
 
+constexpr int64_t kMaxExperts = 4096;
+
 void Configure(const ConfigKeys& keys, ModelConfig* config) {
   ReadQwenWindows(keys, config);
   const auto required = [&](const char* hugging_face, const char* gguf, int64_t high) {
@@ -13,8 +15,8 @@ void Configure(const ConfigKeys& keys, ModelConfig* config) {
     if (!value) ThrowInvalid("{} is missing", keys.Where(hugging_face, gguf));
     return *value;
   };
-  config->num_experts = keys.Int("num_local_experts", "", 1, kMaxWidth).value_or(0);
-  if (config->num_experts == 0) config->num_experts = required("num_experts", "expert_count", kMaxWidth);
+  config->num_experts = keys.Int("num_local_experts", "", 1, kMaxExperts).value_or(0);
+  if (config->num_experts == 0) config->num_experts = required("num_experts", "expert_count", kMaxExperts);
   config->experts_per_token = required("num_experts_per_tok", "expert_used_count", config->num_experts);
   config->expert_width = required("moe_intermediate_size", "expert_feed_forward_length", kMaxWidth);
   config->normalized_experts = keys.Bool("norm_topk_prob", "").value_or(keys.gguf());

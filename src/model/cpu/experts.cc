@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 namespace phsa {
@@ -13,8 +14,13 @@ std::vector<ExpertRows> RouteToExperts(const ModelConfig& config, const float* l
   for (int32_t row = 0; row < m; ++row) {
     const float* const of_row = logits + static_cast<size_t>(row) * count;
     std::iota(order.begin(), order.end(), 0);
+    // What is no number, from damaged weights, is the least likely.
+    const auto value = [&](int32_t expert) {
+      const float logit = of_row[expert];
+      return std::isnan(logit) ? -std::numeric_limits<float>::infinity() : logit;
+    };
     std::sort(order.begin(), order.end(),
-              [&](int32_t a, int32_t b) { return of_row[a] != of_row[b] ? of_row[a] > of_row[b] : a < b; });
+              [&](int32_t a, int32_t b) { return value(a) != value(b) ? value(a) > value(b) : a < b; });
     const float largest = of_row[order[0]];
     float sum = 0;
     for (size_t i = 0; i < (config.normalized_experts ? taken : count); ++i)
