@@ -7,8 +7,8 @@ namespace phsa {
 namespace {
 
 // Of several that GGUF calls the same, the first reads its files.
-constexpr const Architecture* kAll[] = {&kLlama,   &kMistral, &kMinistral, &kQwen2, &kQwen3,  &kQwen3Moe,
-                                        &kSmolLm3, &kGemma3,  &kPhi3,      &kGlm4,  &kGranite};
+constexpr const Architecture* kAll[] = {&kLlama,   &kMistral, &kMinistral, &kQwen2, &kQwen3,   &kQwen3Moe,
+                                        &kSmolLm3, &kGemma3,  &kPhi3,      &kGlm4,  &kGranite, &kMiniCpm};
 
 }  // namespace
 

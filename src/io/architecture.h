@@ -106,7 +106,7 @@ void ReadQwenWindows(const ConfigKeys& keys, ModelConfig* config);
 
 // One file each, in architectures/.
 extern const Architecture kLlama, kQwen2, kQwen3, kMistral, kMinistral, kSmolLm3, kGemma3, kQwen3Moe, kPhi3, kGlm4,
-    kGranite;
+    kGranite, kMiniCpm;
 
 }  // namespace phsa
 

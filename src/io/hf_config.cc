@@ -83,6 +83,36 @@ void ReadRotary(const JsonFields& fields, bool partial, ModelConfig* config) {
   config->rotary_dim = turned;
 }
 
+// longrope whose factors are the same for short and long texts, as MiniCPM4's are. Where they differ, the keys of a
+// text that grows would have to change.
+void ReadLongRope(const JsonFields& fields, const JsonFields& rope, ModelConfig* config) {
+  const auto factors = [&](const char* key) {
+    const Json* const list = rope.Find(key);
+    const int32_t pairs = (config->rotary_dim > 0 ? config->rotary_dim : config->head_dim) / 2;
+    if (list == nullptr || !list->is_array() || list->size() != static_cast<size_t>(pairs)) {
+      ThrowInvalid("{} is not a list of {} numbers", rope.Where(key), pairs);
+    }
+    std::vector<float> out;
+    for (const Json& item : *list) {
+      if (!item.is_number()) ThrowInvalid("{} holds {}; allowed: numbers", rope.Where(key), JsonText(item));
+      out.push_back(CheckedFloat(rope.Where(key), item.get<double>(), 1e-3, kMaxFactor));
+    }
+    return out;
+  };
+  RopeScaling& scaling = config->rope_scaling;
+  scaling.frequency_factors = factors("short_factor");
+  if (factors("long_factor") != scaling.frequency_factors) {
+    ThrowInvalid("{} differs from short_factor; allowed: the same factors for texts of all lengths",
+                 rope.Where("long_factor"));
+  }
+  std::optional<int32_t> original = rope.Int("original_max_position_embeddings", 1, kMaxContext);
+  if (!original) original = fields.Int("original_max_position_embeddings", 1, kMaxContext);
+  const double context = original.value_or(config->context);
+  const double growth = std::max(1.0, config->context / context);
+  const auto attention = context > 1 ? static_cast<float>(std::sqrt(1 + std::log(growth) / std::log(context))) : 1.0f;
+  scaling.attention_factor = rope.Float("attention_factor", 1e-3, kMaxFactor).value_or(attention);
+}
+
 // RoPE in the style of transformers 5 (one object rope_parameters) and before (rope_theta, and rope_scaling where it is
 // scaled). Where a file has both, rope_scaling wins, as it does there.
 void ReadRope(const JsonFields& fields, float default_base, bool partial_rotary, ModelConfig* config) {
@@ -109,6 +139,7 @@ void ReadRope(const JsonFields& fields, float default_base, bool partial_rotary,
   if (!type) type = rope->String("type");
   if (!type || *type == "default") return;
 
+  if (*type == "longrope") return ReadLongRope(fields, *rope, config);
   RopeScaling& scaling = config->rope_scaling;
   if (*type == "linear") {
     scaling.kind = RopeScaling::Kind::kLinear;
@@ -117,7 +148,7 @@ void ReadRope(const JsonFields& fields, float default_base, bool partial_rotary,
   } else if (*type == "yarn") {
     scaling.kind = RopeScaling::Kind::kYarn;
   } else {
-    ThrowInvalid("{} is {}; allowed: default, linear, llama3, yarn", rope->Where("rope_type"), Quoted(*type));
+    ThrowInvalid("{} is {}; allowed: default, linear, llama3, yarn, longrope", rope->Where("rope_type"), Quoted(*type));
   }
   const std::optional<float> factor = rope->Float("factor", 1e-3, kMaxFactor);
   if (!factor) ThrowInvalid("{} is missing", rope->Where("factor"));

@@ -33,9 +33,10 @@ void CheckConfig(const std::string& path, const ModelConfig& config) {
     }
   }
   const std::vector<float>& factors = config.rope_scaling.frequency_factors;
-  if (!factors.empty() && factors.size() != static_cast<size_t>(config.head_dim / 2)) {
+  const int32_t pairs = (config.rotary_dim > 0 ? config.rotary_dim : config.head_dim) / 2;
+  if (!factors.empty() && factors.size() != static_cast<size_t>(pairs)) {
     ThrowInvalid("{}: rope_freqs.weight has {} elements; allowed for heads of {}: {}", path, factors.size(),
-                 config.head_dim, config.head_dim / 2);
+                 config.head_dim, pairs);
   }
   if (!std::all_of(factors.begin(), factors.end(), [](float f) { return std::isfinite(f) && f > 0; })) {
     ThrowInvalid("{}: rope_freqs.weight holds a number that is not above 0: the file is damaged; fetch it again", path);

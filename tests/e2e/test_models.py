@@ -34,6 +34,14 @@ GEMMA3 = {
 
 MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "norm_topk_prob": True}
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1 + i / 8 for i in range(16)],
+    "long_factor": [1 + i / 8 for i in range(16)],
+    "original_max_position_embeddings": 64,
+}
 GRANITE = {
     "attention_multiplier": 0.1,
     "embedding_multiplier": 3.0,
@@ -85,6 +93,11 @@ CASES = {
     ),
     "phi3": ("Phi3", {"pad_token_id": None, "eos_token_id": 2, "sliding_window": 70}, None),
     "phi3-part-of-heads": ("Phi3", {**PARTIAL, "pad_token_id": None, "eos_token_id": 2}, None),
+    "phi3-longrope": (
+        "Phi3",
+        {"pad_token_id": None, "eos_token_id": 2, "hidden_size": 256, "rope_parameters": LONGROPE},
+        None,
+    ),
     "glm4": ("Glm4", {**PARTIAL, "pad_token_id": None, "eos_token_id": 2, "attention_bias": True}, "200KB"),
     "granite": ("Granite", GRANITE, None),
     "qwen3-odd": ("Qwen3", {"hidden_size": 120, "intermediate_size": 200, "head_dim": 64, "vocab_size": 509}, None),
@@ -264,6 +277,45 @@ def test_phsa_gives_the_logits_of_the_transformers_plugin(name, tmp_path, monkey
     # Where two blocks score nearly the same, one of them is as right as the other: few rows may differ.
     errors = np.abs(ours - theirs).max(axis=1) / np.abs(theirs).max()
     assert np.mean(errors > 1e-4) < 0.03
+
+
+def test_minicpm_is_granite_with_other_words_for_its_scales(tmp_path):
+    """transformers has no MiniCPM of its own; Granite has the same steps, and scales to choose."""
+    base, depth, layers = 32, 1.4, 3
+    scales = {
+        "attention_multiplier": 64**-0.5,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": depth / layers**0.5,
+        "logits_scaling": 128 / base,
+    }
+    CASES["minicpm"] = ("Granite", scales, None)
+    model = make_model("minicpm", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in (*scales, "rope_parameters"):
+        del config[key]
+    config |= {
+        "architectures": ["MiniCPMForCausalLM"],
+        "model_type": "minicpm",
+        "scale_emb": 12,
+        "scale_depth": depth,
+        "dim_model_base": base,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 32,
+            "long_factor": [1.0] * 32,
+            "original_max_position_embeddings": 512,
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ids = torch.randint(0, VOCAB, (1, 200), generator=torch.Generator().manual_seed(8))
+    with torch.no_grad():
+        theirs = model(ids).logits[0].numpy()
+    assert relative_error(our_logits(tmp_path, ids[0].tolist()), theirs) <= 1e-4
+
+    config["rope_scaling"]["long_factor"][3] = 2.0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = subprocess.run([BIN / "logits_of", tmp_path, "f32", "f32", "8", "1"], input=b"1 2", capture_output=True)
+    assert done.returncode == 2 and "long_factor differs from short_factor" in done.stderr.decode()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
