@@ -822,8 +822,10 @@ TEST(HuggingFace, AConfigurationWeDoNotComputeIsRefusedWithWhatIsAllowed) {
       ConfigRefusal(ConfigWith("\"quantization_config\": {\"quant_method\": \"gptq\"}")),
       "/config.json: quantization_config: quant_method is \"gptq\"; allowed: weights in F32, F16 or BF16, or a GGUF "
       "file");
+  EXPECT_EQ(ConfigRefusal(ConfigWith("\"rope_scaling\": {\"rope_type\": \"dynamic\"}")),
+            "/config.json: rope_scaling: rope_type is \"dynamic\"; allowed: default, linear, llama3, yarn, longrope");
   EXPECT_EQ(ConfigRefusal(ConfigWith("\"rope_scaling\": {\"rope_type\": \"longrope\"}")),
-            "/config.json: rope_scaling: rope_type is \"longrope\"; allowed: default, linear, llama3, yarn");
+            "/config.json: rope_scaling: short_factor is not a list of 1 numbers");
   EXPECT_EQ(ConfigRefusal(ConfigWith("\"rope_scaling\": {\"rope_type\": \"yarn\"}")),
             "/config.json: rope_scaling: factor is missing");
   EXPECT_EQ(ConfigRefusal(ConfigWith("\"partial_rotary_factor\": 0.5")),
