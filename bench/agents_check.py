@@ -65,7 +65,11 @@ async def with_pydantic_ai(name, model, rounds):
     agent = pydantic_ai.Agent(model, output_type=Place, model_settings=settings)
     print(f"{name}, output by a tool: {(await agent.run('Name a city.')).output!r}")
     agent = pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(Place), model_settings=settings)
-    print(f"{name}, native output: {(await agent.run('Name a city.')).output!r}")
+    try:
+        print(f"{name}, native output: {(await agent.run('Name a city.')).output!r}")
+    except pydantic_ai.exceptions.UserError as refused:
+        # The client's own judgment, by the model's name, before anything is sent.
+        print(f"{name}, native output: not asked for: {refused}")
 
 
 async def with_openai_agents(name, model, rounds):

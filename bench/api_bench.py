@@ -9,9 +9,10 @@ be answered with a status below 500 within 60 seconds, and the server is there a
 under a schema and was not cut is JSON. Clients that leave after half a request are among them.
 
 clients: each client sends one request after the other from a fixed set: chats with tools (auto, asked for, by name),
-with schemas, JSON objects and grammars, streams, completions, responses, messages, sources. Every answer must be what
-the lone client was answered, but for ids and times, and valid: the arguments and texts fulfil their schemas. The server
-runs with --weights f32, so that answers do not depend on who else is answered.
+with schemas, JSON objects and grammars, streams, completions, embeddings, responses, messages, sources. Every answer
+must be what the lone client was answered, but for ids and times, and valid: the arguments and texts fulfil their
+schemas. The server runs with --weights f32, so that answers do not depend on who else is answered. --answer 400 with
+--serve-args '-c 1024 --cache-tokens 2048' makes answers give their pages to older ones; how often is printed.
 
 memory: requests of all these kinds one after the other from eight clients; bytes in memory after each tenth of them.
 
@@ -85,9 +86,12 @@ def send(connection, path, body):
 # The fixed set.
 
 
-def workload():
-    """(path, body) of each kind."""
+def workload(answer=0):
+    """(path, body) of each kind; with `answer`, half of all are texts of so many tokens."""
     kinds = []
+    for number in range(60 if answer else 0):
+        body = {"prompt": f"{number}. {DOCUMENT}", "max_tokens": answer, "temperature": 0, "ignore_eos": True}
+        kinds.append(("/v1/completions", body))
     for text in TEXTS:
         chat = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 120}
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
@@ -105,6 +109,7 @@ def workload():
         document = [{"role": "user", "content": DOCUMENT + text}]
         kinds.append(("/v1/chat/completions", {**chat, "messages": document, "max_tokens": 16, "phsa": {"sources": 2}}))
         kinds.append(("/v1/completions", {"prompt": text, "max_tokens": 16, "temperature": 0, "logprobs": 2}))
+        kinds.append(("/v1/embeddings", {"input": [text, DOCUMENT]}))
         flat = [{"type": "function", **function} for function in FUNCTIONS]
         kinds.append(
             (
@@ -188,6 +193,8 @@ def comparable(path, body, status, data):
     answer = json.loads(data)
     if path == "/v1/completions":
         return answer["choices"]
+    if path == "/v1/embeddings":
+        return answer["data"]
     if path == "/v1/responses":
         calls = [(item["name"], item["arguments"]) for item in answer["output"] if item["type"] == "function_call"]
         check_calls(calls, "length" if answer["status"] == "incomplete" else "stop", body)
@@ -200,8 +207,15 @@ def comparable(path, body, status, data):
     return calls
 
 
+def metric(server, name):
+    with contextlib.closing(server.connect()) as connection:
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+
 def clients(args):
-    kinds = workload()
+    kinds = workload(args.answer)
     with serving(args, "--weights", "f32") as server:
         with contextlib.closing(server.connect()) as connection:
             alone = [comparable(path, body, *send(connection, path, body)) for path, body in kinds]
@@ -227,7 +241,7 @@ def clients(args):
             done = sum(pool.map(run, range(args.clients)))
         print(
             f"{args.clients} clients, {args.seconds} s: {done} answers, all valid; {len(wrong)} other than the lone "
-            f"client's"
+            f"client's; {metric(server, 'vllm:num_preemptions_total'):.0f} preemptions"
         )
         for one in wrong[:3]:
             print(json.dumps(one, ensure_ascii=False))
@@ -543,6 +557,7 @@ def main():
     parser.add_argument("--requests", type=int)
     parser.add_argument("--clients", type=int)
     parser.add_argument("--seconds", type=int, default=120)
+    parser.add_argument("--answer", type=int, default=0, help="clients: long answers too, of so many tokens")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     args.requests = args.requests or (100_000 if args.what == "fuzz" else 10_000)

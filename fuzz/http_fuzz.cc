@@ -32,7 +32,7 @@ void CheckGeneration(const phsa::server::GenerationRequest& request) {
 
 void ReadBody(size_t which, std::string_view body) {
   using namespace phsa::server;
-  switch (which % 9) {
+  switch (which % 10) {
     case 0: CheckGeneration(ParseCompletion(body, Model())); break;
     case 1: CheckGeneration(ParseChat(body, Model())); break;
     case 2: {
@@ -46,6 +46,11 @@ void ReadBody(size_t which, std::string_view body) {
     case 6: CheckGeneration(ParseResponses(body, Model()).generation); break;
     case 7: CheckGeneration(ParseMessages(body, Model())); break;
     case 8: (void)CountMessages(body, Model()); break;
+    case 9: {
+      const EmbeddingsRequest request = ParseEmbeddings(body, Model());
+      if (request.prompts.empty() || request.prompts.size() > kMaxEmbeddings || request.dimensions < 1) std::abort();
+      break;
+    }
   }
 }
 

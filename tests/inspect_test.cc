@@ -238,6 +238,28 @@ TEST(Inspect, KeepsWhatTheAttentionChose) {
   }
 }
 
+TEST(Inspect, OfATextThatWasReadBeforeReadsTheWatchedQueriesOnlyAndSaysTheSame) {
+  EngineOptions options = FakeOptions(1024, 100, SmallSettings(Policy::kPhsa, 3));
+  options.cache_texts = 2;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  const std::vector<int32_t> tokens = RandomTokens(600);
+  const std::string expected = InspectionJson(Inspect(*engine, tokens, 9, Greedy(0), {}));
+  Session session(*engine);
+  session.Generate(std::span(tokens).first(595), Greedy(30), {});
+  Sequence text = session.sequence().Fork();
+  std::vector<int32_t> done;
+  GenerateCallbacks callbacks;
+  callbacks.prefill = [&](int32_t count, int32_t) { done.push_back(count); };
+  EXPECT_EQ(InspectionJson(Inspect(*engine, tokens, 9, Greedy(0), callbacks, nullptr, &text)), expected);
+  EXPECT_EQ(done, std::vector<int32_t>{591});
+  EXPECT_EQ(text.tokens(), tokens);
+  // Nothing of it is of use, or not all.
+  Sequence empty(engine->cache());
+  EXPECT_EQ(InspectionJson(Inspect(*engine, tokens, 9, Greedy(0), {}, nullptr, &empty)), expected);
+  empty.Truncate(77);
+  EXPECT_EQ(InspectionJson(Inspect(*engine, tokens, 9, Greedy(0), {}, nullptr, &empty)), expected);
+}
+
 TEST(Inspect, ReadsAsManyTokensAsTheDecoderCounts) {
   for (const Policy policy : kSparse) {
     const std::unique_ptr<Engine> engine = MakeEngine(SmallSettings(policy, 3));

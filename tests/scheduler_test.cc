@@ -776,6 +776,38 @@ TEST(Scheduler, AnswersWhosePagesWereTakenGoOnAsIfNothingHadBeen) {
   EXPECT_GT(preemptions, 8);
 }
 
+TEST(Scheduler, AnEmbeddingIsTheSameInChunksBesideOthersAndReadAgain) {
+  EngineOptions options = FakeOptions(512, 512, SmallSettings(Policy::kPhsa, 1));
+  options.cache_tokens = 14 * kPageTokens;
+  const auto embed = [](uint32_t i) {
+    Request request = MakeRequest(Tokens(i == 0 ? 1 : 90 * i, 7), Greedy(0));  // one begins as the others
+    request.embed = true;
+    return request;
+  };
+  std::vector<std::vector<float>> expected;
+  const std::unique_ptr<Engine> whole = LoadedEngine(options);
+  for (uint32_t i = 0; i < 5; ++i) {
+    expected.push_back(GenerateAll(*whole, {embed(i)}, 1).front().embedding);
+    ASSERT_EQ(expected.back().size(), static_cast<size_t>(whole->config().hidden));
+    EXPECT_NEAR(std::inner_product(expected[i].begin(), expected[i].end(), expected[i].begin(), 0.0), 1, 1e-6);
+    for (uint32_t j = 0; j < i; ++j) EXPECT_NE(expected[i], expected[j]);
+  }
+  options.chunk = 64;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  Scheduler scheduler(*engine, 16);
+  for (const Request& request : EndlessRequests()) scheduler.Add(request);
+  std::vector<int64_t> ids;
+  for (int32_t step = 0; step < 900; ++step) {
+    if (step % 100 == 50 && ids.size() < 10) ids.push_back(scheduler.Add(embed(static_cast<uint32_t>(ids.size()) % 5)));
+    if (!scheduler.Step()) break;
+  }
+  while (scheduler.Step()) {
+  }
+  EXPECT_GT(scheduler.preemptions(), 0);
+  ASSERT_GE(ids.size(), 5u);
+  for (size_t i = 0; i < ids.size(); ++i) EXPECT_EQ(scheduler.Take(ids[i])->embedding, expected[i % 5]) << i;
+}
+
 TEST(Scheduler, AHugeMaxTokensHoldsNobodyUpAndTheOldestNeverWaits) {
   EngineOptions options = FakeOptions(640, 64);
   options.cache_tokens = 12 * kPageTokens;  // an answer comes to five
@@ -974,12 +1006,12 @@ TEST(Scheduler, ATextIsNoUseToOneThatIsReadInAnotherWay) {
 
 TEST(Scheduler, RepresentativesThatPagesHaveNoRoomForAreRefused) {
   EngineOptions options = FakeOptions(512, 64);
-  options.other_attention = true;
   const std::unique_ptr<Engine> engine = LoadedEngine(options);
   LayerSettings quest;
   quest.base = SmallSettings(Policy::kQuest, 2);
   EXPECT_NE(Refusal([&] { engine->MakeAttention(quest); }).find("room"), std::string::npos);
   options.attention = quest;
+  options.other_attention = true;
   EXPECT_NO_THROW(LoadedEngine(options)->MakeAttention(quest));
 }
 
@@ -1052,6 +1084,65 @@ TEST(Scheduler, PagesThatAreReservedAreLeftFree) {
   while (scheduler.Step()) {
   }
   EXPECT_TRUE(scheduler.Take(second));
+}
+
+TEST(Scheduler, WhatThereIsOfAPromptIsToldWhenItBeginsAndAfterEachStepButTheLast) {
+  const std::unique_ptr<Engine> engine = LoadedEngine(FakeOptions(512, 64));
+  std::vector<std::pair<int32_t, int32_t>> told;
+  Request request = MakeRequest(Tokens(200), Greedy(4));
+  request.prefill = [&](int32_t done, int32_t total) { told.emplace_back(done, total); };
+  Scheduler scheduler(*engine, 4);
+  const int64_t first = scheduler.Add(request);
+  while (!scheduler.Take(first)) scheduler.Step();
+  EXPECT_EQ(told, (std::vector<std::pair<int32_t, int32_t>>{{0, 200}, {64, 200}, {128, 200}, {192, 200}}));
+  // What is there already is said at once.
+  told.clear();
+  const int64_t second = scheduler.Add(request);
+  while (!scheduler.Take(second)) scheduler.Step();
+  EXPECT_EQ(told, (std::vector<std::pair<int32_t, int32_t>>{{199, 200}}));
+}
+
+TEST(Scheduler, WhoReservesPagesBeginsWithWhatIsThereAndHoldsOnlyTheRest) {
+  EngineOptions options = FakeOptions(512, 64);  // four pages
+  options.other_attention = true;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  Scheduler scheduler(*engine, 4);
+  Request request = MakeRequest(Tokens(300), Greedy(10));
+  request.options.ignore_eos = true;
+  const int64_t id = scheduler.Add(request);
+  while (!scheduler.Take(id)) scheduler.Step();
+  const std::vector<int32_t> prompt = Tokens(300), other = Tokens(300, 9);
+  EXPECT_EQ(scheduler.Known(prompt, nullptr), 300);
+  EXPECT_EQ(scheduler.Known(std::span(prompt).first(250), nullptr), 250);
+  EXPECT_EQ(scheduler.Known(other, nullptr), 0);
+  const auto sparse = engine->MakeAttention({.base = SmallSettings(Policy::kPhsa, 2), .layers = {}});
+  EXPECT_EQ(scheduler.Known(prompt, sparse.get()), 0);
+  {
+    Sequence none = scheduler.Begin(other, sparse);
+    EXPECT_EQ(none.length(), 0);
+    EXPECT_EQ(none.attention(), sparse.get());
+  }
+
+  // One page is free, and it is enough for who needs only the end of a text of three.
+  scheduler.Reserve(128);
+  EXPECT_TRUE(scheduler.HasReserve());
+  Sequence text = scheduler.Begin(prompt, nullptr);
+  EXPECT_EQ(text.length(), 300);
+  EXPECT_EQ(text.tokens(), prompt);
+  // A request that comes now takes the kept text's place, but neither what was begun nor the page that was promised.
+  const int64_t waiting = scheduler.Add(MakeRequest(other, Greedy(3)));
+  for (int i = 0; i < 20; ++i) scheduler.Step();
+  EXPECT_FALSE(scheduler.Take(waiting));
+  EXPECT_EQ(scheduler.waiting(), 1);
+  EXPECT_EQ(engine->cache().free_pages(), 1);
+  text.Append(Tokens(60, 3));  // its last page is the kept text's too, and is copied
+  EXPECT_EQ(engine->cache().free_pages(), 0);
+  scheduler.Reserve(0);
+  scheduler.Keep(std::move(text));
+  EXPECT_EQ(scheduler.Known(Joined(prompt, Tokens(60, 3)), nullptr), 360);
+  while (scheduler.Step()) {
+  }
+  EXPECT_TRUE(scheduler.Take(waiting));
 }
 
 TEST(Scheduler, SomethingMayBeDoneWithTheTextOfAnEndedAnswerWhileOthersGoOn) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <future>
+#include <map>
 #include <mutex>
 #include <thread>
 
@@ -431,7 +432,9 @@ class ServiceTest : public ::testing::Test {
       : engine(LoadedEngine(Options())),
         metrics("fake"),
         worker(*engine, limits, metrics),
-        service({*engine, "fake", ChatTemplate::ByName("chatml"), {}, 64}, options, worker, metrics) {}
+        models(std::make_shared<LoadedModel>(ServedModel{*engine, "fake", ChatTemplate::ByName("chatml"), {}, 64},
+                                             worker)),
+        service(models, options, metrics) {}
 
   HttpResponse Ask(const std::string& method, const std::string& target, const std::string& body = "",
                    const std::string& authorization = "") {
@@ -448,6 +451,7 @@ class ServiceTest : public ::testing::Test {
   std::unique_ptr<Engine> engine;
   Metrics metrics;
   Worker worker;
+  ModelPool models;
   Service service;
 };
 
@@ -515,6 +519,39 @@ TEST_F(ServiceTest, AnswersThatAreCancelledEndAndTellIt) {
   while (!worker.Idle()) std::this_thread::yield();
 }
 
+TEST_F(ServiceTest, DocumentsAreReadBesideEachOtherUntilTheServerStops) {
+  const auto send = [&](const std::string& name, const std::string& bytes) {
+    const auto exchange = std::make_shared<FakeExchange>();
+    const auto cancel =
+        service.Handle({"POST", "/documents?x&name=" + name, "application/octet-stream", "", "", bytes}, exchange);
+    return std::pair(exchange, cancel);
+  };
+  std::vector<std::future<HttpResponse>> together;
+  for (int i = 0; i < 6; ++i) {
+    together.push_back(std::async(std::launch::async, [&, i] {
+      return send("a%20" + std::to_string(i), std::string(1000, static_cast<char>('a' + i))).first->Wait();
+    }));
+  }
+  for (size_t i = 0; i < together.size(); ++i) {
+    const Json found = Json::parse(together[i].get().body);
+    EXPECT_EQ(found["name"], "a " + std::to_string(i));
+    EXPECT_EQ(found["text"], std::string(1000, static_cast<char>('a' + i)));
+  }
+  EXPECT_EQ(send("x", std::string("a\0", 2)).first->Wait().status, 400);
+  // Nobody waits for the first one any more; the others may be more than can wait.
+  std::vector<std::shared_ptr<FakeExchange>> open;
+  const std::string long_text(8 << 20, 'a');
+  send("cancelled", long_text).second();
+  for (int i = 0; i < 20; ++i) open.push_back(send("open", long_text).first);
+  service.Stop();
+  std::map<int, int> statuses;
+  for (const auto& exchange : open) ++statuses[exchange->Wait().status];
+  EXPECT_GE(statuses[429], 1);
+  EXPECT_GE(statuses[503], 1);
+  EXPECT_EQ(statuses[200] + statuses[429] + statuses[503], 20);
+  EXPECT_EQ(send("late", "a").first->Wait().status, 429);
+}
+
 TEST(DeviceFailure, IsAnsweredAndShownByHealthUntilItWorksAgain) {
   Engine engine(std::make_unique<FakeModel>(), SmallTokenizer(), FakeOptions(300));
   auto owned = std::make_unique<OtherDevice>(
@@ -523,7 +560,9 @@ TEST(DeviceFailure, IsAnsweredAndShownByHealthUntilItWorksAgain) {
   engine.Use(std::move(owned));
   Metrics metrics("fake");
   Worker worker(engine, {}, metrics);
-  Service service({engine, "fake", ChatTemplate::ByName("chatml"), {}, 64}, {}, worker, metrics);
+  ModelPool models(
+      std::make_shared<LoadedModel>(ServedModel{engine, "fake", ChatTemplate::ByName("chatml"), {}, 64}, worker));
+  Service service(models, {}, metrics);
   const auto ask = [&](const std::string& method, const std::string& target, const std::string& body) {
     const auto exchange = std::make_shared<FakeExchange>();
     service.Handle({method, target, "application/json", "", "", body}, exchange);
@@ -566,7 +605,9 @@ TEST(StepFailure, EndsTheRequestItIsDueToAndNoOther) {
   };
   Metrics metrics("fake");
   Worker worker(engine, {}, metrics);
-  Service service({engine, "fake", ChatTemplate::ByName("chatml"), {}, 64}, {}, worker, metrics);
+  ModelPool models(
+      std::make_shared<LoadedModel>(ServedModel{engine, "fake", ChatTemplate::ByName("chatml"), {}, 64}, worker));
+  Service service(models, {}, metrics);
   const auto begin = [&](const std::string& prompt) {
     auto exchange = std::make_shared<FakeExchange>();
     const Json body = {{"prompt", prompt}, {"max_tokens", 12}, {"temperature", 0}};

@@ -297,6 +297,66 @@ TEST_F(TextCacheTest, AnotherAttentionOrTextHasAFileOfItsOwn) {
   EXPECT_EQ(Files(), 2u);
 }
 
+TEST_F(TextCacheTest, TheFileThatSharesTheMostIsFoundAndTheLongerTextTakesThePlaceOfWhatItBeginsWith) {
+  EngineOptions options = FakeOptions(4096);
+  options.attention.base = SmallSettings(Policy::kPhsa, 2);
+  options.other_attention = true;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  LayerSettings dense;
+  const auto other = engine->MakeAttention(dense);
+  const std::vector<int32_t> text = Tokens(1500), longer = Joined(text, Tokens(1100, 4)), question = Tokens(50, 3);
+  const auto save = [&](const std::vector<int32_t>& tokens, const std::shared_ptr<const TextAttention>& attention) {
+    Session session(*engine, attention);
+    Read(session, tokens);
+    return Cache().Keep(*engine, session.sequence());
+  };
+  EXPECT_FALSE(Cache().Find(*engine, nullptr, text));
+  EXPECT_TRUE(save(text, nullptr) && save(Joined(Tokens(1100), Tokens(1200, 6)), nullptr));
+  EXPECT_EQ(Cache().Find(*engine, nullptr, Joined(text, question))->tokens, 1500u);
+  EXPECT_EQ(Cache().Find(*engine, nullptr, longer)->tokens, 1500u);
+  EXPECT_FALSE(Cache().Find(*engine, nullptr, Tokens(1500, 9)));
+  EXPECT_FALSE(Cache().Find(*engine, other.get(), text));  // read in another way
+  EXPECT_FALSE(Cache().Find(*engine, nullptr, std::span(text).first(TextCache::kWorthKeeping - 1)));
+  EXPECT_TRUE(save(text, other));
+  EXPECT_EQ(Files(), 3u);
+  EXPECT_TRUE(save(longer, nullptr));
+  EXPECT_EQ(Files(), 3u);  // the text that it begins with is in it
+  EXPECT_FALSE(save(text, nullptr));
+  EXPECT_FALSE(save(std::vector<int32_t>(text.begin(), text.begin() + 1000), nullptr));
+  EXPECT_EQ(Files(), 3u);
+
+  Session expected(*engine), again(*engine);
+  GenerateOptions greedy;
+  greedy.sampler.temperature = 0;
+  greedy.max_tokens = 8;
+  const std::vector<int32_t> prompt = Joined(text, question);
+  const std::vector<int32_t> tokens = expected.Generate(prompt, greedy, {}).tokens;
+  Cache().Restore(*engine, again.sequence(), prompt, *Cache().Find(*engine, nullptr, prompt));
+  EXPECT_EQ(again.sequence().length(), 1500);
+  EXPECT_EQ(again.Generate(prompt, greedy, {}).tokens, tokens);
+  EXPECT_EQ(notes, "");
+}
+
+TEST_F(TextCacheTest, TextsThatDoNotAllFitAreNotWrittenAgainAndAgain) {
+  EngineOptions options = FakeOptions(4096);
+  options.cache_texts = 4;
+  const std::unique_ptr<Engine> engine = LoadedEngine(options);
+  std::vector<std::unique_ptr<Session>> sessions;
+  for (uint32_t seed = 0; seed < 4; ++seed) {
+    sessions.push_back(std::make_unique<Session>(*engine));
+    Read(*sessions.back(), Tokens(1500, seed));
+  }
+  EXPECT_TRUE(Cache().Keep(*engine, sessions[0]->sequence()));
+  const TextCache cache = Cache(5 * fs::file_size(fs::directory_iterator(folder)->path()) / 2);
+  int32_t written = 0;
+  for (int32_t round = 0; round < 3; ++round) {
+    for (const auto& session : sessions) written += cache.Keep(*engine, session->sequence()) ? 1 : 0;
+  }
+  EXPECT_EQ(written, 3);  // the first one is there
+  EXPECT_EQ(Files(), 2u);
+  EXPECT_EQ(notes, "");
+}
+
 TEST_F(TextCacheTest, WhatWasReadOfATextBeforeItWasStoppedCounts) {
   const std::unique_ptr<Engine> engine = MakeEngine(SmallSettings(Policy::kDense, 0));
   const std::vector<int32_t> text = Tokens(300), begin(text.begin(), text.begin() + 150);

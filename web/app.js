@@ -1,14 +1,15 @@
-import { getModel, setKey } from "./api.js";
+import { getModels, hasKey, setKey, setModel } from "./api.js";
 import { createChat } from "./chat.js";
 import { createExplore } from "./explore.js";
 import { installComparison } from "./comparison.js";
-import { installSettings } from "./settings.js";
+import { installConversations } from "./conversations.js";
+import { installSettings, showSettings } from "./settings.js";
 import { installTheme } from "./theme.js";
 import { number } from "./explorer.js";
 
 const $ = id => document.getElementById(id);
 const TABS = ["chat", "explorer"];
-let model = null;
+let models = [], model = null;
 
 function openTab(name) {
   for (const tab of TABS) {
@@ -21,13 +22,16 @@ function openTab(name) {
 
 function failed(error) {
   if (error.status !== 401) return;
+  $("key-label").textContent = hasKey() ? "This key is wrong; give the one that the server was started with"
+    : "The server asks for a key";
   $("key-form").hidden = false;
+  $("key").select();
   $("key").focus();
 }
 
-const explore = createExplore({ isShown: () => !$("explorer").hidden, failed });
+const explore = createExplore({ models: () => models, isShown: () => !$("explorer").hidden, failed });
 const chat = createChat({
-  model: () => model, failed,
+  models: () => models, model: () => model, failed,
   explore: (answer, quietly) => {
     explore.choose(answer);
     if (quietly) return;
@@ -36,17 +40,28 @@ const chat = createChat({
   },
 });
 
+function useModel(chosen) {
+  model = chosen;
+  setModel(model.id);
+  $("model").textContent = (models.length > 1 ? "" : model.id + ", ") + number(model.max_model_len) + " tokens";
+  showSettings(model);
+  chat.count();
+}
+
 async function start() {
   try {
-    model = await getModel();
+    models = await getModels();
   } catch (error) {
     if (error.status !== 401) chat.problem(error.message);
     failed(error);
     return;
   }
   $("key-form").hidden = true;
-  $("model").textContent = model.id + ", " + number(model.max_model_len) + " tokens";
-  installSettings(model);
+  chat.problem("");
+  $("models").hidden = models.length === 1;
+  $("models").replaceChildren(...models.map(one => new Option(one.id, one.id)));
+  useModel(models[0]);
+  if (location.hash.length > 1) await chat.open(location.hash.slice(1));
 }
 
 for (const tab of TABS) $("tab-" + tab).addEventListener("click", () => openTab(tab));
@@ -61,7 +76,13 @@ $("key-form").addEventListener("submit", event => {
   setKey($("key").value);
   start();
 });
+$("models").addEventListener("change", () => {
+  useModel(models[$("models").selectedIndex]);
+  chat.recount();
+});
+installSettings();
 installTheme($("theme"));
 installComparison();
+installConversations(chat);
 openTab("chat");
 start();

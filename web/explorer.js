@@ -14,6 +14,28 @@ export const makeButton = (cls, text, onClick) => {
   button.addEventListener("click", onClick);
   return button;
 };
+// One stop for the Tab key among `box`'s elements, the arrow keys move between them.
+export function rove(box, selector, name) {
+  const all = () => [...box.querySelectorAll(selector)].filter(e => !e.hidden && !e.disabled);
+  const stopAt = element => { for (const e of all()) e.tabIndex = e === element ? 0 : -1; };
+  stopAt(all().find(e => e.tabIndex === 0) ?? all()[0]);
+  if (box.dataset.roves) return;
+  box.dataset.roves = "yes";
+  if (name && !box.hasAttribute("role") && box.tagName === "DIV") box.setAttribute("role", "group");
+  if (name) box.setAttribute("aria-label", name);
+  box.addEventListener("focusin", event => {
+    const found = event.target.closest(selector);
+    if (found) stopAt(found);
+  });
+  box.addEventListener("keydown", event => {
+    const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }, elements = all();
+    const at = elements.indexOf(event.target.closest(selector));
+    if (at < 0 || !steps[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    event.stopPropagation();
+    elements[(at + steps[event.key] + elements.length) % elements.length].focus();
+  });
+}
 export const number = n => n.toLocaleString("en-US");
 export const percent = x => (100 * x).toFixed(1) + " %";
 
@@ -212,6 +234,8 @@ export function createExplorer(root, data, options = {}) {
     ui.status = make("p", "status");
     ui.status.setAttribute("role", "status");
     box.append(ui.queries, tools, ui.status);
+    rove(ui.queries, "button", written ? "Answer token" : "Query token");
+    rove(ui.measure, "button", "Heat");
     return box;
   }
 
@@ -395,6 +419,7 @@ export function createExplorer(root, data, options = {}) {
       item.append(button);
       return item;
     }));
+    rove(ui.top, "button", "Top blocks");
     ui.topNote.textContent = order.length === 0 ? "none"
       : shown.by === "count" ? "block, text, times" : "block, text, score";
     ui.scaleNote.textContent = "chosen, " + (shown.by === "count" ? "1 to " + number(now.most) + " times"
@@ -406,7 +431,9 @@ export function createExplorer(root, data, options = {}) {
     return now.read[b] ? "Read, as everything is." : b * UNIT > now.last ? "After the query." : "Not read.";
   }
 
+  let detailed = -1;  // the block that the details are of
   function drawDetail(b) {
+    detailed = b;
     const head = make("div", "head");
     root.classList.toggle("pinned", shown.pin >= 0);
     ui.detail.replaceChildren(head);
@@ -498,6 +525,11 @@ export function createExplorer(root, data, options = {}) {
       spans[b].classList.add("pin");
       cells[b].classList.add("pin");
       if (scroll) spans[b].scrollIntoView({ block: "center" });
+      // In the map without moving the page.
+      const { map } = ui, top = cells[b].offsetTop - map.offsetTop;
+      if (top < map.scrollTop || top + cells[b].offsetHeight > map.scrollTop + map.clientHeight) {
+        map.scrollTop = top - map.clientHeight / 2;
+      }
     }
     drawDetail(b);
     describe();
@@ -505,13 +537,14 @@ export function createExplorer(root, data, options = {}) {
   }
 
   // --- events: a handful for the whole, however long the text ---
-  let over = -1;
+  let over = -1, clicked = null;  // where the mouse was when a click scrolled: what then is below it was not pointed at
   function hover(b) {
     if (b === over) return;
     if (over >= 0) { spans[over].classList.remove("on"); cells[over].classList.remove("on"); }
     over = b;
     if (b >= 0) { spans[b].classList.add("on"); cells[b].classList.add("on"); }
-    drawDetail(b >= 0 ? b : shown.pin);
+    const block = b >= 0 ? b : shown.pin;
+    if (block !== detailed) drawDetail(block);
   }
   const blockOf = event => {
     const e = event.target.closest("[data-b]");
@@ -519,11 +552,17 @@ export function createExplorer(root, data, options = {}) {
   };
   function listen() {
     for (const area of [ui.map, ui.text]) {
-      area.addEventListener("pointerover", event => { if (event.pointerType === "mouse") hover(blockOf(event)); });
+      area.addEventListener("pointerover", event => {
+        if (event.pointerType !== "mouse") return;
+        if (clicked && clicked[0] === event.clientX && clicked[1] === event.clientY) return;
+        clicked = null;
+        hover(blockOf(event));
+      });
       area.addEventListener("pointerleave", () => hover(-1));
       area.addEventListener("click", event => {
         const b = blockOf(event), query = area === ui.text ? tokens.indexOf(event.target) : -1;
         if (query >= 0) { shown.query = query; return draw(); }
+        clicked = [event.clientX, event.clientY];
         if (b >= 0) pin(b === shown.pin ? -1 : b, area === ui.map);
       });
     }

@@ -1,8 +1,9 @@
 """Times decode and backward on the GPU against scaled_dot_product_attention with cuDNN and FlashAttention, same run.
 
-Build as tests/cuda/test_decode_backward.py says, then: python3 bench/cuda/bench_decode_backward.py [decode] [backward]
+Build as tests/cuda/test_decode_backward.py says, then: python3 bench/cuda/bench_decode_backward.py [--help] [decode] [backward]
 """
 
+import argparse
 import json
 import os
 import sys
@@ -66,18 +67,20 @@ def time_calls(call, repeats=10):
 class DecodeBench:
     """A batch of equal lengths on random keys, laid out in pages of 256 in a shuffled order."""
 
-    def __init__(self, batch, length, q_heads, kv_heads, dim=128, page_size=256):
+    def __init__(self, batch, length, q_heads, kv_heads, dim=128, page_size=256, parts=1):
         g = torch.Generator(device="cuda").manual_seed(batch + length)
         pages = batch * length // page_size
         shape = (pages, page_size, kv_heads, dim)
         self.k = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
         self.v = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
-        self.reps = torch.empty(pages, page_size // BLOCK, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+        span = BLOCK // parts
+        self.parts = parts
+        self.reps = torch.empty(pages, page_size // span, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
         for i in range(0, pages, 512):
             part = slice(i, min(i + 512, pages))
             self.k[part].normal_(generator=g)
             self.v[part].normal_(generator=g)
-            self.reps[part] = self.k[part].float().unflatten(1, (-1, BLOCK)).mean(2).to(torch.bfloat16)
+            self.reps[part] = self.k[part].float().unflatten(1, (-1, span)).mean(2).to(torch.bfloat16)
         self.q = torch.randn(batch, q_heads, dim, device="cuda", generator=g).mul_(3).to(torch.bfloat16)
         self.table = torch.randperm(pages, device="cuda", generator=g).to(torch.int32).view(batch, -1)
         self.lens = torch.full((batch,), length, device="cuda", dtype=torch.int32)
@@ -88,7 +91,7 @@ class DecodeBench:
     def call(self, top_k=16, init=128, local=512, dense_below=0):
         batch, length, q_heads, kv_heads, dim, page_size = self.size
         p = lib.DecodeParams()
-        p.method = lib.Method(init // BLOCK, local // BLOCK, top_k, dense_below, dim**-0.5)
+        p.method = lib.Method(init // BLOCK, local // BLOCK, top_k, dense_below, dim**-0.5, self.parts)
         p.dtype, p.num_seqs, p.num_q_heads, p.num_kv_heads, p.head_dim = 2, batch, q_heads, kv_heads, dim
         p.max_kv_len, p.lambda_ = length, 0.9
         p.kv_lens, p.q, p.out, p.lse = (x.data_ptr() for x in (self.lens, self.q, self.out, self.lse))
@@ -143,7 +146,7 @@ def stages(call, repeats=20):
     return {k: round(v, 2) for k, v in out.items() if v > 0}
 
 
-def bench_decode():
+def bench_decode(parts, settings):
     for batch, length, q_heads, kv_heads in (
         (1, 131072, 16, 8),
         (16, 131072, 16, 8),
@@ -155,10 +158,10 @@ def bench_decode():
         (16, 32768, 16, 8),
         (16, 4096, 16, 8),
     ):
-        bytes_read = batch * length * kv_heads * 128 * 2 // 16
+        bytes_read = batch * length * kv_heads * 128 * 2 // 16 * parts
         sets = max(1, min(10, 200_000_000 // bytes_read))  # several times the cache between two uses of a set
-        data = [DecodeBench(batch, length, q_heads, kv_heads) for _ in range(sets)]
-        method = dict(top_k=2, init=16, local=128) if length <= 4096 else {}
+        data = [DecodeBench(batch, length, q_heads, kv_heads, parts=parts) for _ in range(sets)]
+        method = dict(init=16, local=128, top_k=2) if length <= 4096 else settings
         sparse = time_graph([d.call(**method) for d in data])
         again = time_graph([d.call(**method) for d in data])
         own_dense = time_graph([d.call(top_k=0, dense_below=lib.INT_MAX) for d in data[:4]])
@@ -167,6 +170,8 @@ def bench_decode():
             batch=batch,
             length=length,
             heads=f"{q_heads}/{kv_heads}",
+            parts=parts,
+            **method,
             sparse_ms=sparse,
             again_ms=again,
             own_dense_ms=own_dense,
@@ -178,10 +183,8 @@ def bench_decode():
                 print(f"{name}: {str(error).splitlines()[0][:100]}")
         if "cudnn_ms" in row:
             row["against_cudnn"] = row["cudnn_ms"] / sparse
-        reps = batch * length // BLOCK * kv_heads * 256
-        read = (
-            batch * (640 + 16 + 256) * kv_heads * 512 if not method else batch * (16 + 128 + 16 + 32) * kv_heads * 512
-        )
+        reps = batch * length // BLOCK * parts * kv_heads * 256
+        read = batch * (method["init"] + method["local"] + BLOCK * (method["top_k"] + 1)) * kv_heads * 512
         row["bytes_mb"] = (reps + read) / 1e6
         row["tb_per_s"] = (reps + read) / sparse / 1e9
         report(**row)
@@ -253,9 +256,14 @@ def bench_backward():
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or ["decode", "backward"]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("chosen", nargs="*", default=["decode", "backward"], help="decode, backward, once")
+    for name, default in (("parts", 1), ("top-k", 16), ("init", 128), ("local", 512)):
+        parser.add_argument(f"--{name}", type=int, default=default, help="of decode, from 32k on")
+    args = parser.parse_args()
+    chosen = args.chosen
     if "decode" in chosen:
-        bench_decode()
+        bench_decode(args.parts, dict(init=args.init, local=args.local, top_k=args.top_k))
     if "backward" in chosen:
         bench_backward()
     if "once" in chosen:  # for a profiler

@@ -140,6 +140,10 @@ def main():
     parser.add_argument("--lengths", default="4096,16384,32768,65536,131072")
     parser.add_argument("--heads", default="16/8")
     parser.add_argument("--settings", default="32k", choices=["32k", "4k"])
+    parser.add_argument("-K", help="a list, with --parts each with each: in place of the setting's")
+    parser.add_argument("--parts", default="1")
+    parser.add_argument("--init", type=int)
+    parser.add_argument("--local", type=int)
     parser.add_argument("--architecture", type=int, default=0)
     parser.add_argument("--flash", action="store_true")
     parser.add_argument("--no-dense", action="store_true")
@@ -153,7 +157,16 @@ def main():
         dense["flash"] = SDPBackend.FLASH_ATTENTION
     rows = []
     print("heads length | represent select attend | forward (graph) ms | cudnn (graph) ms, ratio | flash | checks")
-    settings = PAPER_32K if args.settings == "32k" else PAPER_4K
+    base = dict(PAPER_32K if args.settings == "32k" else PAPER_4K)
+    if args.init is not None:
+        base["init"] = args.init
+    if args.local is not None:
+        base["local"] = args.local
+    chosen = [
+        dict(base, top_k=top_k, parts=int(parts))
+        for parts in args.parts.split(",")
+        for top_k in (map(int, args.K.split(",")) if args.K else [base["top_k"]])
+    ]
 
     def inputs():
         if args.captured:
@@ -164,10 +177,11 @@ def main():
             for length in map(int, args.lengths.split(",")):
                 yield fk.make_inputs([(length, length)], heads_q, heads_kv, 128, torch.bfloat16)
 
-    for tensors in inputs():
+    for tensors, settings in ((tensors, settings) for tensors in inputs() for settings in chosen):
         r = bench(library, tensors, settings, dense)
-        del tensors
         rows.append(r)
+        if len(chosen) > 1 or args.parts != "1":
+            print(f"init {r['init']} local {r['local']} K {r['top_k']} parts {r['parts']}: ", end="")
         heads = f"{r['heads_q']}/{r['heads_kv']}"
         kernels = " ".join(f"{a} {b:.3f}" if isinstance(b, float) else f"{a} {b}" for a, b in r["kernels"].items())
         cudnn = r.get("cudnn", 0.0)

@@ -102,8 +102,8 @@ def _cuda_misfit(q: Tensor, k: Tensor, settings: Settings, backward: bool) -> st
         return f"policy {settings.policy!r}; allowed: {', '.join(_CUDA_POLICIES)}"
     if settings.block != 16:
         return f"block {settings.block}; allowed: 16"
-    if _fallback.Blocks.of(settings).parts > 1:
-        return f"parts {settings.parts}; allowed: 1"
+    if _fallback.Blocks.of(settings).parts > 1 and settings.survivors > 0:
+        return f"survivors {settings.survivors}; allowed: 0"
     if settings.top_k > _CUDA_TOP_K:
         return f"top_k {settings.top_k}; allowed: up to {_CUDA_TOP_K}"
     if k.shape[0] > _CUDA_TOKENS:

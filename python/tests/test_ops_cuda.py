@@ -48,6 +48,8 @@ def test_tensors_on_the_cpu_are_refused_by_the_cuda_backend() -> None:
         ({}, {"policy": "quest"}, False, "policy 'quest'; allowed: dense, phsa, infllm2, streaming"),
         ({}, {"block": 32, "init": 32}, False, "block 32; allowed: 16"),
         ({}, {"top_k": 65}, False, "top_k 65; allowed: up to 64"),
+        ({}, {"parts": 4}, True, None),
+        ({}, {"parts": 4, "survivors": 64}, False, "survivors 64; allowed: 0"),
         ({}, {"group_reduce": "none"}, False, None),
         ({}, {"group_reduce": "none"}, True, "a backward with group_reduce 'none'; allowed: sum, max"),
     ],
@@ -152,9 +154,12 @@ def test_a_plan_for_cuda_has_a_bounded_workspace_and_refuses_by_name() -> None:
 @pytest.mark.parametrize("policy", ["dense", "phsa", "infllm2", "streaming"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_forward_and_backward_agree_with_pytorch(policy: str, dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize("parts", [1, 4])
+def test_forward_and_backward_agree_with_pytorch(policy: str, dtype: torch.dtype, head_dim: int, parts: int) -> None:
+    if parts > 1 and policy not in ("phsa", "infllm2"):
+        pytest.skip("this policy has no parts")
     q, k, v, flags = make(700, head_dim=head_dim, dtype=dtype)
-    kwargs = {**SMALL, "policy": policy, "cu_seqlens": [0, 250, 700], "return_selection": True}
+    kwargs = {**SMALL, "policy": policy, "parts": parts, "cu_seqlens": [0, 250, 700], "return_selection": True}
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out, lse, selection = ops.phsa_attention(*leaves, flags, **kwargs, backend="cuda")
     exact = [x.double().requires_grad_() for x in (q, k, v)]
@@ -185,26 +190,29 @@ def test_two_runs_give_the_same_bits() -> None:
 
 
 @needs_gpu
-def test_representatives_and_selection_alone() -> None:
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_representatives_and_selection_alone(parts: int) -> None:
     q, k, _, flags = make(900)
     got = ops.representatives(k, flags, lam=0.6, cu_seqlens=[0, 400, 900], backend="cuda")
     want = ops.representatives(k.double(), flags, lam=0.6, cu_seqlens=[0, 400, 900], backend="torch")
     assert relative_error(got, want) < 3e-3
-    selection, scores = ops.select(q, k, flags, cu_seqlens=[0, 400, 900], **SMALL, backend="cuda")
-    again = ops.phsa_attention(q, k, k, flags, cu_seqlens=[0, 400, 900], **SMALL, return_selection=True, backend="cuda")
+    small = {**SMALL, "parts": parts, "cu_seqlens": [0, 400, 900]}
+    selection, scores = ops.select(q, k, flags, **small, backend="cuda")
+    again = ops.phsa_attention(q, k, k, flags, **small, return_selection=True, backend="cuda")
     assert torch.equal(selection, again[2])
     assert ((scores > 0) == (selection >= 0)).all()
 
 
 @needs_gpu
 @pytest.mark.parametrize("step", [1, 100])
-def test_a_cache_gives_what_one_pass_gives(step: int) -> None:
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_cache_gives_what_one_pass_gives(step: int, parts: int) -> None:
     """Decoding (one query) and chunks, on representatives that are kept."""
     tokens = 640
     q, k, v, flags = make(tokens, q_heads=8)
-    settings = ("phsa", 16, 16, 32, 3, [0.6], "sum", 0, 128**-0.5, "cuda")
-    whole, _ = ops.phsa_attention(q, k, v, flags, **SMALL, backend="cuda")
-    reps = torch.full((tokens // 16, 2, 128), float("nan"), dtype=q.dtype, device="cuda")
+    settings = ("phsa", 16, 16, 32, 3, [0.6], "sum", 0, parts, 0, 128**-0.5, "cuda")
+    whole, _ = ops.phsa_attention(q, k, v, flags, **SMALL, parts=parts, backend="cuda")
+    reps = torch.full((tokens // 16 * parts, 2, 128), float("nan"), dtype=q.dtype, device="cuda")
     zero = torch.tensor([0])
     for begin in range(0, tokens, step):
         end = begin + step if begin + step <= tokens else tokens

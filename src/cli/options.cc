@@ -29,6 +29,10 @@ void AddModelFlags(CLI::App& command, ModelFlags& flags) {
   command
       .add_option("-m,--model", flags.model, "a .gguf file, a Hugging Face folder, or a name that `phsa models` lists")
       ->required();
+  AddRunFlags(command, flags);
+}
+
+void AddRunFlags(CLI::App& command, ModelFlags& flags) {
   AddAdapterFlag(command, flags.adapter);
   command.add_option("-c,--ctx-size", flags.context, "tokens of context; 0: the model's, or what fits into memory");
   command.add_option("-t,--threads", flags.threads, "threads; 0: one per core");

@@ -27,6 +27,7 @@ struct ModelFlags {
   bool other_attention = false;
 };
 void AddModelFlags(CLI::App& command, ModelFlags& flags);
+void AddRunFlags(CLI::App& command, ModelFlags& flags);  // all of them but the model
 void AddAdapterFlag(CLI::App& command, std::string& folder);
 
 // How the attention reads. Lists make sweeps where a command allows them.

@@ -1,8 +1,13 @@
 // `phsa serve`: the OpenAI API over HTTP, with a page.
 #include "server/server.h"
 
+#include <algorithm>
 #include <cstdio>
+#include <deque>
 #include <filesystem>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
 
 #include "base/errors.h"
 #include "base/mapped_file.h"
@@ -10,13 +15,20 @@
 #include "cli/options.h"
 #include "cli/terminal.h"
 #include "engine/attention_choice.h"
+#include "engine/sampling_choice.h"
+#include "server/answers.h"
+#include "server/model_pool.h"
 #include "server/service.h"
 #include "server/worker.h"
 
 namespace phsa::cli {
 namespace {
 
+using Json = nlohmann::json;
+
 constexpr size_t kMaxKeyBytes = 4096;
+constexpr double kKeepAliveSeconds = 300;
+constexpr uint64_t kGigabyte = uint64_t{1} << 30;
 // Prompts in JSON: a token is about four bytes of text, and as an id in a list about seven.
 constexpr uint64_t kBodyBytesPerToken = 64, kLeastBodyBytes = 4 << 20;
 
@@ -26,7 +38,11 @@ struct ServeFlags {
   server::ServerOptions server;
   server::WorkerOptions worker;
   server::ServiceOptions service;
-  std::string alias, chat_template, api_key_file, log_file = "-", tls_cert, tls_key;
+  std::vector<std::string> models, aliases, loras;
+  std::optional<double> keep_alive;
+  std::string cache_folder;
+  double cache_gigabytes = 8;
+  std::string chat_template, api_key_file, log_file = "-", tls_cert, tls_key;
   int32_t max_tokens = 1024;
   double header_timeout = 10, body_timeout = 30, idle_timeout = 75, write_timeout = 30, grace = 10;
 };
@@ -51,18 +67,152 @@ std::shared_ptr<server::TlsFiles> Tls(const ServeFlags& flags) {
   return tls;
 }
 
-// By what clients call the model: the file's or folder's name, unless told.
-std::string ModelId(const ServeFlags& flags, const ModelSource& source) {
-  if (!flags.alias.empty()) return flags.alias;
-  const std::filesystem::path given(flags.model.model);
-  if (!std::filesystem::exists(given)) return flags.model.model;  // a name
+// A model as it is served: how it is opened, and by what names clients call it and its adapters.
+struct Served {
+  ModelFlags model;
+  std::string alias, id;
+  struct Lora {
+    std::string name, folder;
+  };
+  std::vector<Lora> loras;
+};
+
+// By what clients call a model: the file's or folder's name, unless told.
+std::string ModelId(const Served& served, const ModelSource& source) {
+  if (!served.alias.empty()) return served.alias;
+  const std::filesystem::path given(served.model.model);
+  if (!std::filesystem::exists(given)) return served.model.model;  // a name
   const std::filesystem::path path = std::filesystem::path(source.path()).lexically_normal();
   const std::string name = (path.has_filename() ? path : path.parent_path()).stem().string();
   return name.empty() ? source.config().name : name;
 }
 
+// --model and --alias, in their order. Adapters come to them when their names are known.
+std::vector<Served> ModelsToServe(const ServeFlags& flags) {
+  if (flags.aliases.size() > flags.models.size()) {
+    ThrowInvalid("there are {} times --alias and {} times --model; give one alias for each model, in their order",
+                 flags.aliases.size(), flags.models.size());
+  }
+  if (flags.models.size() > 1 && !flags.model.adapter.empty()) {
+    ThrowInvalid("--adapter is for one model; with several give --lora MODEL:NAME=FOLDER, and ask for NAME");
+  }
+  std::vector<Served> all;
+  for (size_t i = 0; i < flags.models.size(); ++i) {
+    Served& one = all.emplace_back();
+    one.model = flags.model;
+    one.model.model = flags.models[i];
+    if (i < flags.aliases.size()) one.alias = flags.aliases[i];
+  }
+  return all;
+}
+
+// [MODEL:]NAME=FOLDER
+void AddLora(const std::string& flag, std::vector<Served>& models) {
+  const size_t equals = flag.find('=');
+  std::string name = flag.substr(0, equals);
+  Served* model = &models.front();
+  if (const size_t colon = name.find(':'); colon != std::string::npos && equals != std::string::npos) {
+    const std::string base = name.substr(0, colon);
+    const auto found = std::find_if(models.begin(), models.end(), [&](const Served& one) { return one.id == base; });
+    if (found == models.end()) ThrowInvalid("--lora {}: no model is served as {}", Quoted(flag), Quoted(base));
+    model = &*found;
+    name = name.substr(colon + 1);
+  }
+  if (equals == std::string::npos || name.empty() || equals + 1 == flag.size()) {
+    ThrowInvalid("--lora is {}; it takes NAME=FOLDER, or MODEL:NAME=FOLDER where several models are served",
+                 Quoted(flag));
+  }
+  model->loras.push_back({name, flag.substr(equals + 1)});
+}
+
 std::chrono::milliseconds Milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
+std::unique_ptr<Engine> OpenServed(const ServeFlags& flags, const Served& served) {
+  std::unique_ptr<ModelSource> source = OpenModel(served.model.model, served.model.adapter);
+  Tokenizer tokenizer = LoadTokenizer(*source);
+  const int32_t context = served.model.context > 0 ? served.model.context : source->config().context;
+  const std::vector<LayerSettings> attention = AttentionSettings(flags.attention, source->config(), context);
+  if (attention.size() != 1) ThrowInvalid("serve: one --attention and one -K; requests may ask for others");
+  std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), served.model, attention.front());
+  for (const Served::Lora& lora : served.loras) engine->AddAdapter(lora.folder);
+  return engine;
+}
+
+std::optional<ChatTemplate> TemplateFor(const ServeFlags& flags, const Engine& engine) {
+  try {
+    return ChooseChatTemplate(flags.chat_template, engine.source().chat_template());
+  } catch (const Error& error) {
+    if (!flags.chat_template.empty()) throw;
+    Note("chat: {}", error.what());
+    return std::nullopt;
+  }
+}
+
+// The model under its name, then under those of its adapters.
+std::vector<server::ServedModel> NamesOf(const ServeFlags& flags, const Served& served,
+                                         const std::optional<ChatTemplate>& chat, const Engine& engine) {
+  std::vector<server::ServedModel> names;
+  names.push_back({engine, served.id, chat, ChoiceOf(flags.attention), flags.max_tokens});
+  for (const Served::Lora& lora : served.loras) {
+    server::ServedModel one = names.front();  // with the same grammars: they depend on the tokenizer alone
+    one.id = lora.name;
+    one.adapter = static_cast<int32_t>(names.size());
+    names.push_back(std::move(one));
+  }
+  return names;
+}
+
+server::ModelSpec SpecOf(const ServeFlags& flags, Served served, std::unique_ptr<Engine> opened, bool first,
+                         const server::WorkerOptions& worker, server::Metrics& metrics) {
+  const MemoryPlan& plan = opened->plan();
+  server::ModelSpec spec;
+  spec.memory = plan.total();
+  spec.metrics = &metrics;
+  const std::optional<ChatTemplate> chat = TemplateFor(flags, *opened);
+  for (const server::ServedModel& name : NamesOf(flags, served, chat, *opened)) {
+    const ModelConfig config = opened->ConfigOf(name.adapter);
+    const std::optional<int32_t> tested = TestedTokens(config);
+    const LayerSettings settings =
+        name.adapter == 0 ? opened->options().attention : ResolveAttention(name.attention, config, plan.context);
+    const SamplerSettings sampling = ResolveSampling({}, config);
+    Json& one = spec.descriptions.emplace_back();
+    one = {{"id", name.id},
+           {"object", "model"},
+           {"owned_by", "phsa"},
+           {"max_model_len", plan.context},
+           {"phsa",
+            {{"attention", Name(settings.base.policy)},
+             {"settings", Json::parse(SettingsToJson(settings))},
+             {"device", plan.gpu.empty() ? "cpu" : plan.gpu},
+             {"weights", plan.weight_types},
+             {"kv_type", plan.kv_type},
+             {"cache_tokens", plan.cache_tokens},
+             {"sampling",
+              {{"temperature", server::Rounded(sampling.temperature)},
+               {"top_k", sampling.top_k},
+               {"top_p", server::Rounded(sampling.top_p)},
+               {"min_p", server::Rounded(sampling.min_p)},
+               {"repetition_penalty", server::Rounded(sampling.repetition_penalty)}}},
+             {"chat_tokens", name.chat_tokens},
+             {"tested_tokens", tested ? Json(*tested) : Json()},
+             {"chat_template", name.chat_template ? Json(name.chat_template->name()) : Json()}}}};
+    if (name.adapter > 0) one["parent"] = served.id;
+  }
+  // The room that was planned now is what it takes later, whoever else is there then.
+  served.model.context = plan.context;
+  served.model.cache_tokens = plan.cache_tokens;
+  if (!first) opened.reset();
+  spec.load = [&flags, served = std::move(served), chat, worker, &metrics,
+               ready = std::make_shared<std::unique_ptr<Engine>>(std::move(opened))] {
+    std::unique_ptr<Engine> engine = std::move(*ready);
+    if (engine == nullptr) engine = OpenServed(flags, served);
+    LoadEngine(*engine);
+    std::vector<server::ServedModel> names = NamesOf(flags, served, chat, *engine);
+    return std::make_shared<server::LoadedModel>(std::move(engine), std::move(names), worker, metrics);
+  };
+  return spec;
 }
 
 void RunServe(const ServeFlags& flags) {
@@ -78,22 +228,33 @@ void RunServe(const ServeFlags& flags) {
   const std::shared_ptr<server::TlsFiles> tls = Tls(flags);
   const bool no_log = flags.log_file == "none" || (flags.log_file == "-" && IsQuiet());
   server::AccessLog log(no_log ? "" : flags.log_file);
-  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
-  Tokenizer tokenizer = LoadTokenizer(*source);
-  const int32_t context = flags.model.context > 0 ? flags.model.context : source->config().context;
-  const std::vector<LayerSettings> attention = AttentionSettings(flags.attention, source->config(), context);
-  if (attention.size() != 1) ThrowInvalid("serve: one --attention and one -K; requests may ask for others");
-  const std::string id = ModelId(flags, *source);
-  const std::unique_ptr<Engine> engine =
-      OpenEngine(std::move(source), std::move(tokenizer), flags.model, attention.front());
 
-  server::ServedModel model{*engine, id, std::nullopt, ChoiceOf(flags.attention), flags.max_tokens};
-  try {
-    model.chat_template = ChooseChatTemplate(flags.chat_template, engine->source().chat_template());
-  } catch (const Error& error) {
-    if (!flags.chat_template.empty()) throw;
-    Note("chat: {}", error.what());
+  std::vector<Served> models = ModelsToServe(flags);
+  for (Served& one : models) one.id = ModelId(one, *OpenModel(one.model.model));
+  for (const std::string& lora : flags.loras) AddLora(lora, models);
+  server::WorkerOptions worker = flags.worker;
+  if (!flags.cache_folder.empty()) {
+    worker.texts = std::make_shared<TextCache>(
+        flags.cache_folder, static_cast<uint64_t>(flags.cache_gigabytes * static_cast<double>(kGigabyte)),
+        [&log](const std::string& text) { log.Note("--cache-dir: " + text); });
   }
+  if (models.size() > 1) worker.turns = std::make_shared<server::StepTurns>();
+  std::deque<server::Metrics> metrics;
+  std::vector<server::ModelSpec> specs;
+  server::PoolOptions pool;
+  int32_t context = 0;
+  for (Served& one : models) {
+    std::unique_ptr<Engine> engine = OpenServed(flags, one);
+    if (pool.memory == 0) pool.memory = engine->plan().available;
+    context = std::max(context, engine->plan().context);
+    specs.push_back(SpecOf(flags, one, std::move(engine), specs.empty(), worker, metrics.emplace_back(one.id)));
+  }
+  if (flags.keep_alive || models.size() > 1) {
+    pool.keep_alive = Milliseconds(flags.keep_alive.value_or(kKeepAliveSeconds));
+  }
+  pool.max_waiting = static_cast<size_t>(flags.worker.max_waiting);
+  pool.note = [&log](const std::string& text) { log.Note(text); };
+
   server::ServerOptions options = flags.server;
   options.header_timeout = Milliseconds(flags.header_timeout);
   options.body_timeout = Milliseconds(flags.body_timeout);
@@ -102,22 +263,21 @@ void RunServe(const ServeFlags& flags) {
   options.grace = Milliseconds(flags.grace);
   options.tls = tls;
   if (options.max_body_bytes == 0) {
-    options.max_body_bytes =
-        std::max(kLeastBodyBytes, kBodyBytesPerToken * static_cast<uint64_t>(engine->plan().context));
+    options.max_body_bytes = std::max(kLeastBodyBytes, kBodyBytesPerToken * static_cast<uint64_t>(context));
   }
   server::ServiceOptions service_options = flags.service;
   service_options.api_key = key;
   service_options.version = PHSA_VERSION;
   service_options.note = [&log](const std::string& text) { log.Note("warning: " + text); };
 
-  LoadEngine(*engine);
-  server::Metrics metrics(id);
-  server::Worker worker(*engine, flags.worker, metrics);
-  server::Service service(std::move(model), service_options, worker, metrics);
-  server::Server http(options, service, worker, metrics, log);
+  server::ModelPool loaded(std::move(specs), pool);
+  server::Service service(loaded, service_options, metrics.front());
+  server::Server http(options, service, loaded, metrics.front(), log);
   const bool v6 = options.host.find(':') != std::string::npos;
-  Note("serving {} at {}://{}{}{}:{}", id, tls != nullptr ? "https" : "http", v6 ? "[" : "", options.host,
-       v6 ? "]" : "", http.port());
+  std::vector<std::string> ids;
+  for (const Served& one : models) ids.push_back(one.id);
+  Note("serving {} at {}://{}{}{}:{}", fmt::join(ids, ", "), tls != nullptr ? "https" : "http", v6 ? "[" : "",
+       options.host, v6 ? "]" : "", http.port());
   ThrowIfInterrupted();  // from here on the server has the signals
   http.Run();
 }
@@ -130,11 +290,24 @@ void AddServeCommand(CLI::App& app) {
   flags->server.max_body_bytes = 0;
   flags->model.cache_texts = 4;
   flags->model.other_attention = true;
-  AddModelFlags(*command, flags->model);
+  command
+      ->add_option("-m,--model", flags->models,
+                   "a .gguf file, a Hugging Face folder, or a name that `phsa models` lists; given several times, all "
+                   "are served, the first one from the start and the others when they are asked for")
+      ->allow_extra_args(false)
+      ->required();
+  AddRunFlags(*command, flags->model);
+  command
+      ->add_option("--lora", flags->loras,
+                   "[MODEL:]NAME=FOLDER: a LoRA adapter that requests name as their model; may be given several times")
+      ->allow_extra_args(false);
   command->add_option("--host", flags->server.host, "the address to listen on; another than this machine's needs a key")
       ->capture_default_str();
   command->add_option("--port", flags->server.port, "the port; 0: any that is free")->capture_default_str();
-  command->add_option("--alias", flags->alias, "what clients call the model; the file's name unless given");
+  command
+      ->add_option("--alias", flags->aliases,
+                   "what clients call the model; the file's name unless given. One for each --model, in their order")
+      ->allow_extra_args(false);
   command->add_option("--chat-template", flags->chat_template,
                       "the chat template by name, where the model's is unknown");
   command->add_option("-n,--predict", flags->max_tokens, "tokens of an answer in a chat, where a request does not say")
@@ -152,6 +325,15 @@ void AddServeCommand(CLI::App& app) {
   command
       ->add_option("--cache-tokens", flags->model.cache_tokens,
                    "tokens that the KV cache holds, of all texts together; 0: four contexts, or what fits into memory")
+      ->group(limits);
+  command
+      ->add_option("--cache-dir", flags->cache_folder,
+                   "a folder that keeps what was read of long texts (1,024 tokens and more), so that it is not read "
+                   "again after a restart")
+      ->group(limits);
+  command->add_option("--cache-size", flags->cache_gigabytes, "GiB that the folder may take; what is oldest goes first")
+      ->check(CLI::Range(0.0, 1e6))
+      ->capture_default_str()
       ->group(limits);
   command->add_option("--max-connections", flags->server.max_connections, "open connections")
       ->check(CLI::Range(1, 1 << 20))
@@ -177,6 +359,12 @@ void AddServeCommand(CLI::App& app) {
   seconds("--body-timeout", flags->body_timeout, "seconds until its body must be there");
   seconds("--idle-timeout", flags->idle_timeout, "seconds that a connection may wait between requests");
   seconds("--write-timeout", flags->write_timeout, "seconds that a client may take to read what it is sent");
+  command
+      ->add_option("--keep-alive", flags->keep_alive,
+                   "seconds after which a model that nobody asks for leaves memory (300 where several are served, else "
+                   "never)")
+      ->check(CLI::Range(0.1, 1e7))
+      ->group(limits);
   seconds("--grace", flags->grace, "seconds that answers have to end when the server is to stop");
   const std::string access = "Access";
   command->add_option("--api-key", flags->service.api_key, "the key that clients must send")->group(access);

@@ -51,6 +51,8 @@ struct GenerateResult {
   int32_t prompt_tokens = 0, reused_tokens = 0;
   double prefill_seconds = 0, decode_seconds = 0;  // decode: from the first token to the last
   TokensRead tokens_read;                          // by the attention, prompt and answer
+  // Where it was asked for: the mean of what the model's last norm gives for the prompt's tokens, of length 1.
+  std::vector<float> embedding;
 };
 
 // Refuses, with both numbers, a prompt that leaves no room for a token in the context, and tokens that the model has

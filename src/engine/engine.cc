@@ -6,6 +6,7 @@
 #include "base/dtype.h"
 #include "base/errors.h"
 #include "base/mapped_file.h"
+#include "engine/attention_choice.h"
 #include "io/sha256.h"
 #include "model/cpu/cpu_backend.h"
 #include "model/cuda/cuda_backend.h"
@@ -48,17 +49,16 @@ void CheckAttention(const LayerSettings& attention, const ModelConfig& config) {
   }
 }
 
-// What a layer of a page has for representatives at least: what the policies take with the preset's blocks, with as
-// many parts as there may be. A GPU has no parts yet; there quest, whose representatives are twice as wide, finds no
-// room.
-size_t RepresentativeRoom(const ModelConfig& config, const EngineOptions& options, int32_t kv_dtype, bool on_gpu) {
+// What a layer of a page has for representatives at least: what the policies take with the preset's blocks, and what
+// the model carries for those who ask for phsa. More parts than that would cost every text memory: who wants them
+// starts with them.
+size_t RepresentativeRoom(const ModelConfig& config, const EngineOptions& options, int32_t kv_dtype) {
   if (!options.other_attention) return 0;
   size_t room = PageLayout::RepresentativeRoom(config, options.attention, kv_dtype);
-  for (const Policy policy : {Policy::kPhsa, Policy::kInfllm2_64}) {
-    LayerSettings settings;
-    settings.base.policy = policy;
-    if (policy == Policy::kInfllm2_64) settings.base.block_size = 64;
-    if (policy == Policy::kPhsa && !on_gpu) settings.base.parts = 8;
+  LayerSettings pooled;
+  pooled.base.policy = Policy::kInfllm2_64;
+  pooled.base.block_size = 64;
+  for (const LayerSettings& settings : {ResolveAttention({.policy = "phsa"}, config, config.context), pooled}) {
     room = std::max(room, PageLayout::RepresentativeRoom(config, settings, kv_dtype));
   }
   return room;
@@ -69,7 +69,7 @@ MemoryPlan MakePlan(const ModelSource& source, const EngineOptions& options, con
   const ModelConfig& config = source.config();
   const int32_t kv_dtype = backend.kv_dtype;
   const bool on_gpu = device.device == PHSA_DEVICE_CUDA;
-  const PageLayout layout(config, options.attention, kv_dtype, RepresentativeRoom(config, options, kv_dtype, on_gpu));
+  const PageLayout layout(config, options.attention, kv_dtype, RepresentativeRoom(config, options, kv_dtype));
   const BackendSizes sizes = on_gpu ? cuda::Sizes(source, backend) : CpuBackendSizes(source, backend, num_threads);
   MemoryPlan plan;
   if (on_gpu) plan.gpu = cuda::Devices()[static_cast<size_t>(device.index)].name;
@@ -259,6 +259,7 @@ void Engine::SetAdapter(const std::filesystem::path& folder,
   PHSA_CHECK(decoder_ != nullptr);
   const std::filesystem::path before = source_->adapter() != nullptr ? source_->adapter()->path() : "";
   source_->SetAdapter(folder);
+  identities_.clear();  // they are known by where adapters lie
   Reading reading;
   try {
     reading = ReadingWith(attention(config()));
@@ -285,8 +286,30 @@ bool Engine::Load(const LoadProgress& progress) {
   return true;
 }
 
+int32_t Engine::AddAdapter(const std::filesystem::path& folder) {
+  PHSA_CHECK(decoder_ == nullptr);
+  std::unique_ptr<Adapter> adapter = source_->OpenAdapter(folder);
+  if (device_.device != PHSA_DEVICE_CPU) {
+    Throw(PHSA_UNSUPPORTED,
+          "{}: on a GPU an adapter is added to the weights, so that there is one for all requests; give it as "
+          "--adapter, or --device cpu",
+          adapter->path());
+  }
+  MemoryPlan plan = plan_;
+  plan.weights += AdapterBytes(*adapter, options_.weights, static_cast<size_t>(config().num_layers));
+  CheckFits(plan);
+  plan_ = plan;
+  adapters_.push_back(std::move(adapter));
+  return static_cast<int32_t>(adapters_.size());
+}
+
+ModelConfig Engine::ConfigOf(int32_t adapter) const {
+  return adapter == 0 ? config() : source_->ConfigWith(*adapters_[static_cast<size_t>(adapter) - 1]);
+}
+
 void Engine::Use(std::unique_ptr<ModelBackend> backend) {
   backend_ = std::move(backend);
+  for (const auto& adapter : adapters_) backend_->AddAdapter(*adapter);
   MakeCache();
 }
 
@@ -297,23 +320,30 @@ std::vector<uint8_t> Engine::PunctuationFlags(const LayerSettings& attention) co
   return flags;
 }
 
-KvIdentity Engine::cache_identity() const {
-  const bool dense = IsDense(options_.attention);  // then the other settings mean nothing
+KvIdentity Engine::cache_identity(const TextAttention* attention) const {
+  const LayerSettings& settings = attention != nullptr ? attention->settings : options_.attention;
+  const std::vector<uint8_t>& flags = attention != nullptr ? attention->punctuation : punctuation_;
+  const bool dense = IsDense(settings);  // then the other settings mean nothing
   // A set may be a file, which may have changed.
   Sha256 punctuation;
-  punctuation.Update(punctuation_.data(), punctuation_.size());
-  KvIdentity identity = ModelIdentity(*source_);
+  punctuation.Update(flags.data(), flags.size());
+  const int32_t adapter = attention != nullptr ? attention->adapter : 0;
+  const Adapter* const added = adapter > 0 ? adapters_[static_cast<size_t>(adapter) - 1].get() : source_->adapter();
+  const auto known = identities_.find(added);
+  KvIdentity identity =
+      known != identities_.end() ? known->second : (identities_[added] = ModelIdentity(*source_, added));
   identity.emplace_back("weights", fmt::format("{} ({})", Name(options_.weights), plan_.weight_types));
-  identity.emplace_back("attention", dense ? "dense" : SettingsToJson(options_.attention));
+  identity.emplace_back("attention", dense ? "dense" : SettingsToJson(settings));
   identity.emplace_back("punctuation", punctuation.Hex());
   return identity;
 }
 
-std::shared_ptr<const TextAttention> Engine::MakeAttention(const LayerSettings& attention) const {
+std::shared_ptr<const TextAttention> Engine::MakeAttention(const LayerSettings& attention, int32_t adapter) const {
+  PHSA_CHECK(adapter >= 0 && static_cast<size_t>(adapter) <= adapters_.size());
   const int32_t kv_dtype = backend_options_.kv_dtype;
   CheckAttention(attention, config());
   CheckDevice(attention);
-  const size_t room = RepresentativeRoom(config(), options_, kv_dtype, device_.device == PHSA_DEVICE_CUDA);
+  const size_t room = RepresentativeRoom(config(), options_, kv_dtype);
   const size_t needed = PageLayout::RepresentativeRoom(config(), attention, kv_dtype);
   if (needed > room) {
     ThrowInvalid(
@@ -322,7 +352,7 @@ std::shared_ptr<const TextAttention> Engine::MakeAttention(const LayerSettings& 
         Name(attention.base.policy), needed, room);
   }
   return std::make_shared<const TextAttention>(
-      TextAttention{attention, PunctuationFlags(attention), PageLayout(config(), attention, kv_dtype, room)});
+      TextAttention{attention, PunctuationFlags(attention), PageLayout(config(), attention, kv_dtype, room), adapter});
 }
 
 void Engine::MakeCache() {
@@ -330,8 +360,7 @@ void Engine::MakeCache() {
   cache_.reset();
   const auto pages = static_cast<int32_t>(PagesFor(static_cast<size_t>(plan_.cache_tokens)));
   const int32_t kv_dtype = backend_options_.kv_dtype;
-  const bool on_gpu = device_.device == PHSA_DEVICE_CUDA;
-  PageLayout layout(config(), options_.attention, kv_dtype, RepresentativeRoom(config(), options_, kv_dtype, on_gpu));
+  PageLayout layout(config(), options_.attention, kv_dtype, RepresentativeRoom(config(), options_, kv_dtype));
   std::unique_ptr<PageMemory> memory = backend_->MakePages(layout.page_bytes, pages);
   cache_ = std::make_unique<KvCache>(std::move(layout), pages, std::move(memory));
   decoder_ = std::make_unique<Decoder>(config(), *backend_, options_.attention, threads_);

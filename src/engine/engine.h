@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -66,14 +67,21 @@ class Engine {
   std::shared_ptr<const TokenTrie> token_trie() const;
   const char* TooLongAdvice() const;  // what to do about a text that the context does not hold
 
+  // Another adapter that texts may name (MakeAttention), beside the one that the model was opened with. Before Load.
+  // Returns its number, 1 and up. Throws phsa::Error where it is not for this model, does not fit, or the device adds
+  // adapters to its weights.
+  int32_t AddAdapter(const std::filesystem::path& folder);
+  // What the settings of texts are judged by that name this adapter; 0: config().
+  ModelConfig ConfigOf(int32_t adapter) const;
+
   // Reads the weights. False where `progress` asked to stop. Before this, decoder(), cache() and device_name() are not
   // there.
   bool Load(const LoadProgress& progress);
   // In place of Load: what holds this model's weights already.
   void Use(std::unique_ptr<ModelBackend> backend);
   std::string device_name() const { return backend_->device_name(); }  // "cpu", or what the GPU calls itself
-  // What the cache's contents depend on besides the tokens.
-  KvIdentity cache_identity() const;
+  // What the cache's contents depend on besides the tokens, for texts that are read so; none: as the engine reads.
+  KvIdentity cache_identity(const TextAttention* attention = nullptr) const;
   // Other settings for the attention. The weights stay; the cache is a new, empty one: sequences of the old one must
   // be gone. The settings that it has already change nothing. Throws phsa::Error, and changes nothing, where the
   // settings do not suit the model.
@@ -85,9 +93,11 @@ class Engine {
                   const std::function<LayerSettings(const ModelConfig& config)>& attention);
   // Another way to read texts beside the engine's, for sequences of its cache. Any thread may call it. Throws
   // phsa::Error where the settings do not suit the model, or their representatives need more room than pages have.
-  std::shared_ptr<const TextAttention> MakeAttention(const LayerSettings& attention) const;
+  // `adapter`: of AddAdapter, or 0.
+  std::shared_ptr<const TextAttention> MakeAttention(const LayerSettings& attention, int32_t adapter = 0) const;
   Decoder& decoder() { return *decoder_; }
   KvCache& cache() { return *cache_; }
+  const KvCache& cache() const { return *cache_; }
 
  private:
   // One for each token of the model's vocabulary; empty where nothing needs them.
@@ -106,9 +116,11 @@ class Engine {
   ThreadPool threads_;
   MemoryPlan plan_;
   std::vector<uint8_t> punctuation_;
+  std::vector<std::unique_ptr<Adapter>> adapters_;  // that texts may name
   std::unique_ptr<ModelBackend> backend_;
   std::unique_ptr<KvCache> cache_;
   std::unique_ptr<Decoder> decoder_;
+  mutable std::map<const Adapter*, KvIdentity> identities_;  // of the weights with each adapter
   mutable std::mutex trie_mutex_;
   mutable std::shared_ptr<const TokenTrie> trie_;
 };

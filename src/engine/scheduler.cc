@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <deque>
 #include <exception>
 #include <map>
@@ -29,7 +30,8 @@ struct Job {
       : id(job_id),
         request(std::move(job_request)),
         answer(engine, request.options, request.text),
-        sequence(engine.cache(), request.attention) {}
+        sequence(engine.cache(), request.attention),
+        hidden_sum(request.embed ? static_cast<size_t>(engine.config().hidden) : 0) {}
 
   // What is to be read before the answer begins or, after a preemption, goes on.
   std::span<const int32_t> prompt() const { return again.empty() ? request.prompt : again; }
@@ -52,14 +54,25 @@ struct Job {
   // It waits until another one has read what their prompts share. 0: it does not wait.
   int64_t leader = 0;
   size_t shared_with_leader = 0;
-  size_t chosen_at = 0;  // tokens that were read when the next one was chosen, the last time
+  bool looked_up = false;  // in the store
+  size_t chosen_at = 0;    // tokens that were read when the next one was chosen, the last time
   // Since the last preemption: what it had read of prompt and answer, if that was more than the prompt; and how many
   // tokens it had read.
   std::vector<int32_t> again;
   size_t read_before = 0;
   double admitted_at = 0, first_token_at = 0;
+  std::vector<double> hidden_sum;  // [hidden], of the tokens that were read; empty: nobody asks
   std::exception_ptr error;
 };
+
+// The mean as a direction: the number of tokens cancels out.
+std::vector<float> DirectionOf(const std::vector<double>& sum) {
+  const double length = std::sqrt(std::inner_product(sum.begin(), sum.end(), sum.begin(), 0.0));
+  std::vector<float> out(sum.size());
+  if (!std::isfinite(length) || length == 0) Throw(PHSA_INTERNAL, "the model gave hidden states that are no numbers");
+  std::transform(sum.begin(), sum.end(), out.begin(), [&](double value) { return static_cast<float>(value / length); });
+  return out;
+}
 
 // A request and how many of its tokens a step reads.
 struct Share {
@@ -71,16 +84,18 @@ struct Share {
 
 class Scheduler::Impl {
  public:
-  Impl(Engine& engine, int32_t max_running, const Pacing& pacing)
+  Impl(Engine& engine, int32_t max_running, const Pacing& pacing, TextStore* store)
       : engine_(engine),
         max_running_(static_cast<size_t>(max_running)),
         clock_(pacing.clock ? pacing.clock : SystemClock),
-        pace_(pacing.step_seconds) {
+        pace_(pacing.step_seconds),
+        store_(store) {
     if (max_running < 1) ThrowInvalid("{} requests are to run at once; allowed: 1 and up", max_running);
   }
 
   int64_t Add(Request&& request) {
     CheckPrompt(engine_, request.prompt);
+    if (request.embed) request.options.max_tokens = 0;
     auto job = std::make_unique<Job>(engine_, next_id_, std::move(request));
     // The answer's last token is not read.
     const int64_t answer = std::max(0, job->request.options.max_tokens - 1);
@@ -137,12 +152,48 @@ class Scheduler::Impl {
   void Reserve(int32_t tokens) {
     reserved_ = PagesFor(static_cast<size_t>(tokens));
     granted_ = false;
+    begun_.clear();
   }
 
   bool HasReserve() {
     while (Free() < PagesToCome(nullptr) && !kept_.empty()) ShrinkKept();
     granted_ = Free() >= PagesToCome(nullptr);
     return granted_;
+  }
+
+  int32_t Known(std::span<const int32_t> tokens, const TextAttention* attention) const {
+    return static_cast<int32_t>(FindSharedText(tokens, attention).tokens);
+  }
+
+  Sequence Begin(std::span<const int32_t> tokens, std::shared_ptr<const TextAttention> attention) {
+    const SharedText shared = FindSharedText(tokens, attention.get());
+    if (shared.sequence == nullptr) return Sequence(engine_.cache(), std::move(attention));
+    Sequence text = shared.sequence->Fork();
+    text.Truncate(static_cast<int32_t>(shared.tokens));
+    begun_ = text.pages();
+    return text;
+  }
+
+  void Keep(Sequence sequence) {
+    if (static_cast<size_t>(sequence.length()) < kWorthSharing) return;
+    const auto begins = [](const Sequence& a, const Sequence& b) {
+      return a.attention() == b.attention() && CommonPrefix(a.tokens(), b.tokens()) == a.tokens().size();
+    };
+    const auto longer =
+        std::find_if(kept_.begin(), kept_.end(), [&](const auto& kept) { return begins(sequence, kept); });
+    if (longer != kept_.end()) {
+      std::rotate(longer, longer + 1, kept_.end());  // it has been of use: now it is the youngest
+      return;
+    }
+    std::erase_if(kept_, [&](const Sequence& kept) { return begins(kept, sequence); });
+    kept_.push_back(std::move(sequence));
+    if (kept_.size() > kKeptTexts) kept_.pop_front();
+  }
+
+  std::vector<const Sequence*> Kept() const {
+    std::vector<const Sequence*> all;
+    for (const Sequence& kept : kept_) all.push_back(&kept);
+    return all;
   }
 
   size_t waiting() const { return waiting_.size(); }
@@ -165,6 +216,11 @@ class Scheduler::Impl {
       job.error = std::current_exception();
       Finish(job);
     }
+  }
+
+  void TellPrefill(Job& job) {
+    if (!job.request.prefill || job.answers()) return;
+    Guarded(job, [&] { job.request.prefill(job.sequence.length(), static_cast<int32_t>(job.prompt().size())); });
   }
 
   void EndIfStopped(Job& job) {
@@ -217,29 +273,17 @@ class Scheduler::Impl {
           ended_.push_back(std::move(job));
           continue;
         }
-        Keep(std::move(job->sequence));
+        if (job->request.embed) {
+          job->sequence.Truncate(0);
+        } else {
+          Keep(std::move(job->sequence));
+        }
         finished_[job->id] = std::move(job);
       }
       std::erase(jobs, nullptr);
     };
     take_finished(waiting_);
     take_finished(running_);
-  }
-
-  void Keep(Sequence sequence) {
-    if (static_cast<size_t>(sequence.length()) < kWorthSharing) return;
-    const auto begins = [](const Sequence& a, const Sequence& b) {
-      return a.attention() == b.attention() && CommonPrefix(a.tokens(), b.tokens()) == a.tokens().size();
-    };
-    const auto longer =
-        std::find_if(kept_.begin(), kept_.end(), [&](const auto& kept) { return begins(sequence, kept); });
-    if (longer != kept_.end()) {
-      std::rotate(longer, longer + 1, kept_.end());  // it has been of use: now it is the youngest
-      return;
-    }
-    std::erase_if(kept_, [&](const Sequence& kept) { return begins(kept, sequence); });
-    kept_.push_back(std::move(sequence));
-    if (kept_.size() > kKeptTexts) kept_.pop_front();
   }
 
   size_t Free() const { return static_cast<size_t>(engine_.cache().free_pages()); }
@@ -280,15 +324,17 @@ class Scheduler::Impl {
   };
   OwnPages CountPages(const Job* extra) const {
     std::vector<bool> seen(static_cast<size_t>(engine_.cache().num_pages()));
-    const auto count_new = [&](const Sequence& sequence) {
+    const auto count_pages = [&](const std::vector<int32_t>& pages) {
       size_t count = 0;
-      for (const int32_t page : sequence.pages()) {
+      for (const int32_t page : pages) {
         if (!seen[static_cast<size_t>(page)]) ++count;
         seen[static_cast<size_t>(page)] = true;
       }
       return count;
     };
+    const auto count_new = [&](const Sequence& sequence) { return count_pages(sequence.pages()); };
     OwnPages count;
+    count.of_requests += count_pages(begun_);  // in use, and none of the reserve
     for (const auto& job : running_) count.of_requests += count_new(job->sequence);
     for (const auto& job : ended_) count.of_requests += count_new(job->sequence);
     if (extra != nullptr) count.of_requests += count_new(extra->sequence);
@@ -339,6 +385,7 @@ class Scheduler::Impl {
     if (read > job.prompt().size()) job.again = job.sequence.tokens();
     job.read_before = std::max(job.read_before, read);
     job.leader = 0;
+    std::fill(job.hidden_sum.begin(), job.hidden_sum.end(), 0);
     Sequence text(engine_.cache(), job.request.attention);
     std::swap(text, job.sequence);
     Keep(std::move(text));
@@ -353,9 +400,9 @@ class Scheduler::Impl {
   }
 
   // What a prompt can take from others: all but its last token, whose logits are needed.
-  // Nothing where the logits of all of them are.
+  // Nothing where the logits, or the hidden states, of all of them are.
   static std::span<const int32_t> Shareable(const Job& job) {
-    if (job.request.options.prompt_log_probabilities) return {};
+    if (job.request.options.prompt_log_probabilities || job.request.embed) return {};
     return job.prompt().first(job.prompt().size() - 1);
   }
 
@@ -364,11 +411,12 @@ class Scheduler::Impl {
     size_t tokens = 0;
   };
   // The text that has the most of a prompt's beginning, where that is worth it.
-  SharedText FindSharedText(const Job& job) const {
+  SharedText FindSharedText(const Job& job) const { return FindSharedText(Shareable(job), job.sequence.attention()); }
+  SharedText FindSharedText(std::span<const int32_t> prompt, const TextAttention* attention) const {
     SharedText best;
     const auto consider = [&](const Sequence& sequence) {
-      if (!job.reads_like(sequence)) return;
-      const size_t tokens = CommonPrefix(sequence.tokens(), Shareable(job));
+      if (sequence.attention() != attention) return;
+      const size_t tokens = CommonPrefix(sequence.tokens(), prompt);
       if (tokens >= kWorthSharing && tokens > best.tokens) best = {&sequence, tokens};
     };
     for (const auto& other : running_) consider(other->sequence);
@@ -388,6 +436,19 @@ class Scheduler::Impl {
   static void Restart(Job& job) {
     job.sequence.Truncate(0);
     if (job.read_before == 0) job.answer.result().reused_tokens = 0;
+  }
+
+  // What was kept of its text elsewhere, where that is more than the cache has.
+  void StartWithStoredText(Job& job) {
+    if (store_ == nullptr || std::exchange(job.looked_up, true) || job.leader != 0) return;
+    const std::span<const int32_t> text = Shareable(job);
+    const size_t stored = text.empty() ? 0 : store_->Find(job.sequence.attention(), text);
+    if (stored < static_cast<size_t>(job.sequence.length()) + kPageTokens) return;
+    // Into pages of its own; where there is no room for those, what the cache has is better than nothing.
+    Restart(job);
+    if (MakeRoom(job)) store_->Restore(job.sequence, text);
+    if (job.sequence.length() == 0) StartWithSharedText(job);
+    if (job.read_before == 0) job.answer.result().reused_tokens = job.sequence.length();
   }
 
   // Whether a running request is about to read more of this prompt than any text has now.
@@ -417,7 +478,9 @@ class Scheduler::Impl {
       // What it shares with a kept text keeps all of its pages: without it there may be room.
       if (job.sequence.length() > 0 && !MakeRoom(job)) Restart(job);
       if (MakeRoom(job)) {
+        StartWithStoredText(job);
         if (job.read_before == 0) job.admitted_at = clock_();
+        TellPrefill(job);
         running_.push_back(std::move(waiting_.front()));
         waiting_.pop_front();
         continue;
@@ -513,7 +576,8 @@ class Scheduler::Impl {
       items.push_back({&job->sequence, job->prompt().subspan(begin, count),
                        all    ? BatchItem::Logits::kAll
                        : last ? BatchItem::Logits::kLast
-                              : BatchItem::Logits::kNone});
+                              : BatchItem::Logits::kNone,
+                       0, job->hidden_sum.empty() ? nullptr : job->hidden_sum.data()});
     }
     try {
       engine_.decoder().Step(items, [&](int32_t item, int32_t row, const LogitsRow& logits) {
@@ -542,7 +606,11 @@ class Scheduler::Impl {
       Job& job = *chosen[i].job;
       const auto before = static_cast<size_t>(lengths[i]);
       if (before >= job.read_before) job.answer.result().tokens_read += engine_.decoder().step_tokens_read()[i];
-      if (job.reads_prompt() || job.finished) continue;
+      if (job.finished) continue;
+      if (job.reads_prompt()) {
+        TellPrefill(job);
+        continue;
+      }
       if (before < job.prompt().size() && job.answers()) continue;  // it was read again, and goes on from there
       if (job.first_token_at == 0) {
         job.first_token_at = clock_();
@@ -550,6 +618,7 @@ class Scheduler::Impl {
       }
       Guarded(job, [&] {
         if (!job.answer.Take(job.sequence.length())) {
+          if (job.request.embed) job.answer.result().embedding = DirectionOf(job.hidden_sum);
           Finish(job);
         } else if (job.request.progress) {
           job.request.progress(job.answer.result());
@@ -562,19 +631,21 @@ class Scheduler::Impl {
   size_t max_running_;
   std::function<double()> clock_;
   PrefillPace pace_;
+  TextStore* store_;
   int64_t next_id_ = 1;
   std::deque<std::unique_ptr<Job>> waiting_;
   std::vector<std::unique_ptr<Job>> running_;  // in order of arrival
   std::deque<std::unique_ptr<Job>> ended_;     // whose texts something is done with
   std::deque<Sequence> kept_;                  // texts of finished requests, the oldest first; none begins another
   std::map<int64_t, std::unique_ptr<Job>> finished_;
-  size_t reserved_ = 0;   // pages for somebody else
-  bool granted_ = false;  // who has been told that they are free
+  size_t reserved_ = 0;         // pages for somebody else
+  bool granted_ = false;        // who has been told that they are free
+  std::vector<int32_t> begun_;  // pages of the text that who has the reserve began with
   int64_t preemptions_ = 0;
 };
 
-Scheduler::Scheduler(Engine& engine, int32_t max_running, const Pacing& pacing)
-    : impl_(std::make_unique<Impl>(engine, max_running, pacing)) {}
+Scheduler::Scheduler(Engine& engine, int32_t max_running, const Pacing& pacing, TextStore* store)
+    : impl_(std::make_unique<Impl>(engine, max_running, pacing, store)) {}
 Scheduler::~Scheduler() = default;
 int64_t Scheduler::Add(Request request) { return impl_->Add(std::move(request)); }
 void Scheduler::Cancel(int64_t id) { impl_->Cancel(id); }
@@ -582,6 +653,14 @@ bool Scheduler::Step() { return impl_->Step(); }
 std::optional<GenerateResult> Scheduler::Take(int64_t id) { return impl_->Take(id); }
 void Scheduler::Reserve(int32_t tokens) { impl_->Reserve(tokens); }
 bool Scheduler::HasReserve() { return impl_->HasReserve(); }
+int32_t Scheduler::Known(std::span<const int32_t> tokens, const TextAttention* attention) const {
+  return impl_->Known(tokens, attention);
+}
+Sequence Scheduler::Begin(std::span<const int32_t> tokens, std::shared_ptr<const TextAttention> attention) {
+  return impl_->Begin(tokens, std::move(attention));
+}
+void Scheduler::Keep(Sequence text) { impl_->Keep(std::move(text)); }
+std::vector<const Sequence*> Scheduler::Kept() const { return impl_->Kept(); }
 int32_t Scheduler::waiting() const { return static_cast<int32_t>(impl_->waiting()); }
 int32_t Scheduler::running() const { return static_cast<int32_t>(impl_->running()); }
 int64_t Scheduler::preemptions() const { return impl_->preemptions(); }

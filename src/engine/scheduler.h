@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -24,12 +25,16 @@ struct Request {
   std::function<bool()> stop;                       // asked before every step; may be empty
   // After each token, and at the end: what there is so far; may be empty.
   std::function<void(const GenerateResult& so_far)> progress;
+  // How many of the prompt's tokens there are: when it begins, and after each step but the last; may be empty.
+  std::function<void(int32_t done, int32_t total)> prefill = {};
   std::shared_ptr<const TextAttention> attention = nullptr;  // none: the engine's
   // Called once a step when the answer has ended by itself, with its text, until it says false: nothing is left to do
   // with it. Only then is the request finished. It may use the decoder, may not leave the text longer than it was, and
   // what it throws ends the request as failed. May be empty.
   std::function<bool(Sequence& text)> after = {};
   int32_t after_from = 0;  // tokens at the text's begin that it leaves as they are
+  // What is wanted is GenerateResult::embedding, and no answer. All of the text is read, and not kept for others.
+  bool embed = false;
 };
 
 // How long a step may take while somebody waits for the next token of an answer; a long prompt is then read in smaller
@@ -39,12 +44,23 @@ struct Pacing {
   std::function<double()> clock = {};  // seconds from whenever; none: the system's
 };
 
+// Where texts are kept that were read before, for when nobody has them in the cache.
+class TextStore {
+ public:
+  virtual ~TextStore() = default;
+  // Of how many of the text's tokens it has what was read, in this way.
+  virtual size_t Find(const TextAttention* attention, std::span<const int32_t> text) = 0;
+  // As many of them into an empty sequence, or none where that fails.
+  virtual void Restore(Sequence& sequence, std::span<const int32_t> text) = 0;
+};
+
 // One thread at a time. The engine's cache is the scheduler's as long as it lives: nobody else may take pages of it, or
 // change the engine's attention.
 class Scheduler {
  public:
   // `max_running`: the most requests that are in work at the same time; the others wait, in order of arrival.
-  Scheduler(Engine& engine, int32_t max_running, const Pacing& pacing = {});
+  // `store`: is asked for the beginning of each text that begins, and outlives the scheduler; may be null.
+  Scheduler(Engine& engine, int32_t max_running, const Pacing& pacing = {}, TextStore* store = nullptr);
   ~Scheduler();
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
@@ -68,7 +84,14 @@ class Scheduler {
   // ended; when it has said so, no answer goes on that would leave fewer. 0: nobody needs any.
   void Reserve(int32_t tokens);
   bool HasReserve();
+  // How many of a text's first tokens are there, read in this way: pages that who reads it need not reserve. Begin is a
+  // text that begins with what is there now, for who has the reserve; Keep takes it back, for who comes later.
+  int32_t Known(std::span<const int32_t> tokens, const TextAttention* attention) const;
+  Sequence Begin(std::span<const int32_t> tokens, std::shared_ptr<const TextAttention> attention);
+  void Keep(Sequence text);
 
+  // The texts that the cache still has of finished requests, the oldest first.
+  std::vector<const Sequence*> Kept() const;
   int32_t waiting() const;
   int32_t running() const;
   int64_t preemptions() const;  // how often a request has given its pages back

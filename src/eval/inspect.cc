@@ -120,14 +120,22 @@ double Recall(const HeadChoice& head) {
 }
 
 Inspection Inspect(Engine& engine, std::span<const int32_t> prompt, int32_t last, const GenerateOptions& options,
-                   const GenerateCallbacks& callbacks, const std::shared_ptr<const TextAttention>& attention) {
+                   const GenerateCallbacks& callbacks, const std::shared_ptr<const TextAttention>& attention,
+                   Sequence* text) {
   PHSA_CHECK(last >= 1 && static_cast<size_t>(last) <= prompt.size());
-  Watcher watcher(engine, static_cast<int32_t>(prompt.size()) - last);
+  const int32_t first_watched = static_cast<int32_t>(prompt.size()) - last;
+  Watcher watcher(engine, first_watched);
   Inspection out;
   {
     const Observing observing(engine.decoder(), [&](const LayerAttention& seen) { watcher.Watch(seen); });
     Session session(engine, attention);
+    if (text != nullptr) {
+      PHSA_CHECK(text->attention() == attention.get());
+      text->Truncate(std::min(text->length(), first_watched));
+      session.sequence() = std::move(*text);
+    }
     out.result = session.Generate(prompt, options, callbacks);
+    if (text != nullptr) *text = std::move(session.sequence());
   }
   const ModelConfig& config = engine.config();
   out.model = config.name;

@@ -52,9 +52,11 @@ double Recall(const HeadChoice& head);
 
 // Reads the prompt and writes the answer (options.max_tokens may be 0: none), and keeps what was chosen for the
 // prompt's last `last` tokens and for each token of the answer that was read. 1 <= last <= prompt.size(). `attention`:
-// none where the text is read as the engine reads texts.
+// none where the text is read as the engine reads texts. `text`, where there is one: what was read in that way before,
+// of which nothing is read again but the queries that are watched; afterwards all that has been read.
 Inspection Inspect(Engine& engine, std::span<const int32_t> prompt, int32_t last, const GenerateOptions& options,
-                   const GenerateCallbacks& callbacks, const std::shared_ptr<const TextAttention>& attention = nullptr);
+                   const GenerateCallbacks& callbacks, const std::shared_ptr<const TextAttention>& attention = nullptr,
+                   Sequence* text = nullptr);
 
 // The text of each token. A character that several tokens share stands whole at the last of them and the others are
 // empty; bytes that are no character are U+FFFD. Control tokens are shown by their names.

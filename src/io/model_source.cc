@@ -81,20 +81,27 @@ std::unique_ptr<ModelSource> ModelSource::Open(const std::filesystem::path& path
   return source;
 }
 
+std::unique_ptr<Adapter> ModelSource::OpenAdapter(const std::filesystem::path& folder) const {
+  Adapter::Base base{path_, config_.num_layers, {}};
+  base.shape = [&](const std::string& name) {
+    const Tensor* const tensor = Find(name);
+    return tensor != nullptr ? tensor->shape : std::vector<int64_t>();
+  };
+  return Adapter::Open(folder, base);
+}
+
+ModelConfig ModelSource::ConfigWith(const Adapter& adapter) const {
+  ModelConfig config = config_;
+  const std::string& own = adapter_ == nullptr ? config_.phsa_settings : own_settings_;
+  config.phsa_settings = adapter.phsa_settings().empty() ? own : adapter.phsa_settings();
+  return config;
+}
+
 void ModelSource::SetAdapter(const std::filesystem::path& folder) {
-  std::unique_ptr<Adapter> adapter;
-  if (!folder.empty()) {
-    Adapter::Base base{path_, config_.num_layers, {}};
-    base.shape = [&](const std::string& name) {
-      const Tensor* const tensor = Find(name);
-      return tensor != nullptr ? tensor->shape : std::vector<int64_t>();
-    };
-    adapter = Adapter::Open(folder, base);
-  }
+  std::unique_ptr<Adapter> adapter = folder.empty() ? nullptr : OpenAdapter(folder);
   if (adapter_ == nullptr) own_settings_ = config_.phsa_settings;
+  config_.phsa_settings = adapter != nullptr ? ConfigWith(*adapter).phsa_settings : own_settings_;
   adapter_ = std::move(adapter);
-  const bool carries = adapter_ != nullptr && !adapter_->phsa_settings().empty();
-  config_.phsa_settings = carries ? adapter_->phsa_settings() : own_settings_;
 }
 
 }  // namespace phsa

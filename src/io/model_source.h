@@ -42,6 +42,9 @@ class ModelSource {
   // Another adapter in place of the one that it has; empty: none. The settings that config() carries follow. Throws
   // phsa::Error, and changes nothing, where the adapter is not for this model.
   void SetAdapter(const std::filesystem::path& folder);
+  // One that becomes nobody's. Throws phsa::Error where it is not for this model.
+  std::unique_ptr<Adapter> OpenAdapter(const std::filesystem::path& folder) const;
+  ModelConfig ConfigWith(const Adapter& adapter) const;  // config() as if it had this one
 
   const ModelConfig& config() const { return config_; }
   const std::string& path() const { return path_; }

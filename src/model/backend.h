@@ -17,9 +17,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "base/errors.h"
 #include "model/kv_cache.h"
 #include "model/logits_row.h"
 #include "model/page_memory.h"
@@ -47,6 +49,7 @@ struct BackendSizes {
 struct StepGroup {
   const LayerSettings* settings = nullptr;
   const PageLayout* layout = nullptr;  // of their texts, with the same offsets as the cache's
+  int32_t adapter = 0;                 // TextAttention::adapter
   size_t first_item = 0, num_items = 0;
   int32_t first_row = 0, num_rows = 0;
 };
@@ -95,6 +98,11 @@ class ModelBackend {
   // Exchanges what an adapter adds to the weights for what the adapter of `source`, the model that it was made with,
   // does; between steps. False: its weights hold the sum, and it has to be made anew; nothing has happened.
   virtual bool SetAdapter(const ModelSource& /*source*/) { return false; }
+  // Reads another adapter for the same weights, which texts may name instead (TextAttention::adapter): by 1 the first
+  // time, then by 2, … Between steps. Throws phsa::Error where it would have to be added to the weights.
+  virtual void AddAdapter(const Adapter& adapter) {
+    Throw(PHSA_UNSUPPORTED, "{}: this device adds an adapter to its weights, so that there can be one", adapter.path());
+  }
   // Throws phsa::Error where the device has not as much. There is one at a time; what was kept of an earlier one, its
   // address included, means nothing any more.
   virtual std::unique_ptr<PageMemory> MakePages(size_t page_bytes, int32_t num_pages) = 0;
@@ -115,6 +123,11 @@ class ModelBackend {
   // went wrong on the device, when all of the step's work has ended; where no logits are wanted, it may still be under
   // way, and a later call throws. `use` may throw: that ends the step.
   virtual void Logits(const std::function<void(size_t wanted, const LogitsRow& logits)>& use) = 0;
+  // Of the step that Logits has ended: what the model's last norm gave for each row, [row][hidden], in host memory;
+  // valid until the next Begin. Throws phsa::Error where it stays on the device.
+  virtual std::span<const float> Hidden() const {
+    Throw(PHSA_UNSUPPORTED, "this device keeps no hidden states of all tokens; --device cpu does");
+  }
 
   // Takes the time of the parts of each step, the selection apart, stage by stage (RunLayers then says no): the same
   // results, a little later. Without it `times` may count the whole as `other` or not at all.

@@ -109,6 +109,7 @@ void Decoder::Append(std::span<const BatchItem> batch, StepRows& rows) {
       StepGroup& group = rows.groups.emplace_back();
       group.settings = attention != nullptr ? &attention->settings : &settings_;
       group.layout = &sequence.layout();
+      group.adapter = attention != nullptr ? attention->adapter : 0;
       group.first_item = i;
       group.first_row = static_cast<int32_t>(rows.tokens.size());
     }
@@ -227,6 +228,20 @@ void Decoder::Run(std::span<const BatchItem> batch, const LogitsSink& sink) {
   }
   CountTokensRead(rows);  // while a device still works
   backend_.Logits([&](size_t i, const LogitsRow& logits) { sink(places[i].first, places[i].second, logits); });
+  AddHidden(batch);
+}
+
+void Decoder::AddHidden(std::span<const BatchItem> batch) const {
+  const auto wanted = [](const BatchItem& item) { return item.hidden_sum != nullptr; };
+  if (std::none_of(batch.begin(), batch.end(), wanted)) return;
+  const std::span<const float> hidden = backend_.Hidden();
+  const float* row = hidden.data();
+  for (const BatchItem& item : batch) {
+    for (size_t i = 0; i < item.tokens.size(); ++i, row += config_.hidden) {
+      if (!wanted(item)) continue;
+      for (int32_t j = 0; j < config_.hidden; ++j) item.hidden_sum[j] += static_cast<double>(row[j]);
+    }
+  }
 }
 
 }  // namespace phsa

@@ -22,6 +22,9 @@ struct BatchItem {
   std::span<const int32_t> tokens;  // appended to the sequence; at least one
   enum class Logits : uint8_t { kNone, kLast, kAll } logits = Logits::kLast;
   int32_t first_row = 0;  // kAll: the logits of this row and those behind it
+  // [hidden]: where what the model's last norm gives for each of the tokens is added, token after token, when all else
+  // of the step is done; null: nowhere.
+  double* hidden_sum = nullptr;
 };
 
 // Tokens that queries read, summed over steps, layers and query heads, and what dense attention would have read.
@@ -78,6 +81,7 @@ class Decoder {
  private:
   struct GroupPlans;
   void Run(std::span<const BatchItem> batch, const LogitsSink& sink);
+  void AddHidden(std::span<const BatchItem> batch) const;
   void Append(std::span<const BatchItem> batch, StepRows& rows);
   void CountTokensRead(const StepRows& rows);
   GroupPlans PlanGroup(const StepRows& rows, const StepGroup& group) const;

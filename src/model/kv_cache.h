@@ -55,6 +55,8 @@ struct TextAttention {
   LayerSettings settings;
   std::vector<uint8_t> punctuation;  // whether each token of the vocabulary is; empty: none is
   PageLayout layout;                 // with the same offsets as that of the cache
+  // Which adapter is added to the weights: Engine::AddAdapter. 0: the one that the model was opened with, or none.
+  int32_t adapter = 0;
 };
 
 class KvCache {

@@ -192,7 +192,7 @@ class Header {
 
 }  // namespace
 
-KvIdentity ModelIdentity(const ModelSource& source) {
+KvIdentity ModelIdentity(const ModelSource& source, const Adapter* adapter) {
   const ModelConfig& c = source.config();
   return {{"model", WeightsFingerprint(source)},
           {"architecture",
@@ -201,7 +201,7 @@ KvIdentity ModelIdentity(const ModelSource& source) {
                        c.head_dim, c.vocab_size, c.tied_embeddings ? ", tied" : "")},
           {"RMS epsilon", fmt::format("{}", c.rms_eps)},
           {"RoPE", RopeInWords(c)},
-          {"adapter", source.adapter() != nullptr ? AdapterFingerprint(*source.adapter()) : "none"},
+          {"adapter", adapter != nullptr ? AdapterFingerprint(*adapter) : "none"},
           {"tokenizer", TokenizerFingerprint(source)}};
 }
 
@@ -230,6 +230,16 @@ void SaveSequence(const Sequence& sequence, const KvIdentity& identity, const st
   file.Write(header);
   for_each_part([&](const void* data, size_t size) { file.Write(data, size); });
   file.Keep();
+}
+
+std::vector<int32_t> SavedTokens(const std::filesystem::path& path) {
+  const MappedFile file(path);
+  const Header header(file);
+  const size_t count = header.Number("tokens");
+  if (count > (file.size() - header.size()) / sizeof(int32_t)) ThrowInvalid("{}: cut; {}", file.path(), kReadAgain);
+  std::vector<int32_t> tokens(count);
+  std::memcpy(tokens.data(), file.data() + header.size(), count * sizeof(int32_t));
+  return tokens;
 }
 
 void RestoreSequence(Sequence& sequence, const KvIdentity& identity, std::span<const int32_t> wanted,

@@ -24,10 +24,15 @@ using KvIdentity = std::vector<std::pair<std::string, std::string>>;  // no line
 // What a model computes with, and how it reads text: a fingerprint of its weights (names, types, sizes and parts from
 // all over each tensor: all of it would take as long as reading the text), its numbers, the whole of its adapter and
 // tokenizer.
-KvIdentity ModelIdentity(const ModelSource& source);
+// `adapter`: the one that is added to the weights; null: none.
+KvIdentity ModelIdentity(const ModelSource& source, const Adapter* adapter);
+inline KvIdentity ModelIdentity(const ModelSource& source) { return ModelIdentity(source, source.adapter()); }
 
 // The file appears whole or not at all.
 void SaveSequence(const Sequence& sequence, const KvIdentity& identity, const std::filesystem::path& path);
+// The tokens of a file's text, as the file says: that all of it is as it was written is seen where it is restored.
+// Throws phsa::Error where it is no such file.
+std::vector<int32_t> SavedTokens(const std::filesystem::path& path);
 // Into an empty sequence: what the file's text and `wanted` have in common from their beginnings. Throws phsa::Error,
 // and leaves the sequence empty, where the file is cut or changed, where it belongs to something else (naming what), or
 // where it does not fit into the cache.

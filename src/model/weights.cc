@@ -241,8 +241,29 @@ AdapterSizes SizesOf(const Adapter& adapter, size_t num_layers) {
   return sizes;
 }
 
-void ReadAdapter(const Adapter& adapter, WeightType type, Weights& weights) {
-  weights.adapter = SizesOf(adapter, weights.layers.size());
+}  // namespace
+
+uint64_t AdapterBytes(const Adapter& adapter, WeightsMode mode, size_t num_layers) {
+  const WeightType type = AdapterType(mode);
+  uint64_t bytes = 0;
+  for (size_t layer = 0; layer < num_layers; ++layer) {
+    for (const AdapterGroup& group : AdapterGroups()) {
+      ForEachOf(adapter, group, layer, [&](const LowRankTensors& one, size_t) {
+        const auto rank = static_cast<int32_t>(one.rank());
+        // The rows of A lie together and fill one panel more at most, as they do here.
+        bytes += Matrix::Bytes(type, rank, static_cast<int32_t>(one.a.shape[1])) +
+                 Matrix::Bytes(type, static_cast<int32_t>(one.b.shape[0]), rank);
+      });
+    }
+  }
+  return bytes;
+}
+
+Weights ReadAdapter(const Adapter& adapter, WeightsMode mode, size_t num_layers) {
+  const WeightType type = AdapterType(mode);
+  Weights weights;
+  weights.layers.resize(num_layers);
+  weights.adapter = SizesOf(adapter, num_layers);
   for (size_t layer = 0; layer < weights.layers.size(); ++layer) {
     for (const AdapterGroup& group : AdapterGroups()) {
       const int32_t rows = RowsOf(adapter, group, layer);
@@ -263,7 +284,11 @@ void ReadAdapter(const Adapter& adapter, WeightType type, Weights& weights) {
       });
     }
   }
+  adapter.Release();
+  return weights;
 }
+
+namespace {
 
 Activations ChooseActivations(WeightsMode mode) {
   constexpr auto kF32 = ActivationType::kF32, kBf16 = ActivationType::kBf16, kInt8 = ActivationType::kInt8;
@@ -370,19 +395,9 @@ WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode) {
   }
   plan.types = fmt::format("{}", fmt::join(types, ", "));
   if (const Adapter* const adapter = source.adapter()) {
-    const WeightType type = AdapterType(mode);
     plan.adapter = SizesOf(*adapter, weights.layers.size());
-    for (size_t layer = 0; layer < weights.layers.size(); ++layer) {
-      for (const AdapterGroup& group : AdapterGroups()) {
-        ForEachOf(*adapter, group, layer, [&](const LowRankTensors& one, size_t) {
-          const auto rank = static_cast<int32_t>(one.rank());
-          // The rows of A lie together and fill one panel more at most, as they do here.
-          plan.bytes += Matrix::Bytes(type, rank, static_cast<int32_t>(one.a.shape[1])) +
-                        Matrix::Bytes(type, static_cast<int32_t>(one.b.shape[0]), rank);
-        });
-      }
-    }
-    plan.types += fmt::format("; adapter {}", WeightTypeName(type));
+    plan.bytes += AdapterBytes(*adapter, mode, weights.layers.size());
+    plan.types += fmt::format("; adapter {}", WeightTypeName(AdapterType(mode)));
   }
   return plan;
 }
@@ -412,10 +427,7 @@ Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& thr
 void SetAdapter(const ModelSource& source, WeightsMode mode, Weights& weights) {
   Weights read;  // first all of it, so that nothing is changed where something goes wrong
   read.layers.resize(weights.layers.size());
-  if (source.adapter() != nullptr) {
-    ReadAdapter(*source.adapter(), AdapterType(mode), read);
-    source.adapter()->Release();
-  }
+  if (source.adapter() != nullptr) read = ReadAdapter(*source.adapter(), mode, weights.layers.size());
   weights.adapter = std::move(read.adapter);
   for (size_t layer = 0; layer < weights.layers.size(); ++layer) {
     for (const AdapterGroup& group : AdapterGroups()) {

@@ -114,6 +114,9 @@ struct WeightsPlan {
 };
 WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode);
 
+uint64_t AdapterBytes(const Adapter& adapter, WeightsMode mode, size_t num_layers);  // packed
+// Weights of which nothing is there but what this adapter adds.
+Weights ReadAdapter(const Adapter& adapter, WeightsMode mode, size_t num_layers);
 // What the adapter of `source` adds, in place of what another one added before; without one, nothing is added.
 void SetAdapter(const ModelSource& source, WeightsMode mode, Weights& weights);
 

@@ -214,8 +214,13 @@ Json MeasurementsJson(const GenerationRequest& request, std::span<const EndedAns
     read += result.tokens_read;
   }
   const Settings& settings = request.attention.base;
+  const bool sparse = settings.policy != Policy::kDense;
   Json json = {{"attention", Name(settings.policy)},
                {"top_k", Chooses(settings.policy) ? Json(settings.top_k) : Json()},
+               {"lambda", settings.policy == Policy::kPhsa ? Json(Rounded(settings.lambda)) : Json()},
+               {"init", sparse ? Json(settings.init_tokens) : Json()},
+               {"local", sparse ? Json(settings.local_tokens) : Json()},
+               {"parts", Chooses(settings.policy) ? Json(settings.parts) : Json()},
                {"queue_s", Rounded(queued)},
                {"time_to_first_token_s", Rounded(first)},
                {"total_s", Rounded(end)},

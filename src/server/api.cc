@@ -41,18 +41,17 @@ std::vector<int32_t> TokenList(const Fields& fields, const char* key, const Json
   return tokens;
 }
 
-std::vector<Prompt> Prompts(const Fields& fields, const ServedModel& model) {
-  static constexpr const char* kKey = "prompt";
-  const Json* const value = fields.Find(kKey);
-  if (value == nullptr) fields.Refuse(kKey, " is missing; give a text or a list of token ids");
+std::vector<Prompt> Prompts(const Fields& fields, const char* key, int32_t most, const ServedModel& model) {
+  const Json* const value = fields.Find(key);
+  if (value == nullptr) fields.Refuse(key, " is missing; give a text or a list of token ids");
   const Tokenizer& tokenizer = model.engine.tokenizer();
   const auto from_text = [&](const Json& text) {
     const auto& string = text.get_ref<const std::string&>();
-    return Prompt{fields.Named(kKey, [&] { return WithBegin(tokenizer, string); }), string};
+    return Prompt{fields.Named(key, [&] { return WithBegin(tokenizer, string); }), string};
   };
   const auto from_tokens = [&](const Json& list) {
     Prompt prompt;
-    prompt.tokens = TokenList(fields, kKey, list, model);
+    prompt.tokens = TokenList(fields, key, list, model);
     prompt.text = tokenizer.Decode(prompt.tokens, false);
     return prompt;
   };
@@ -63,20 +62,20 @@ std::vector<Prompt> Prompts(const Fields& fields, const ServedModel& model) {
     if (value->front().is_number()) {
       prompts.push_back(from_tokens(*value));
     } else {
-      if (value->size() > kMaxAnswers) {
-        fields.Refuse(kKey, fmt::format(" has {} prompts; allowed: at most {}", value->size(), kMaxAnswers));
+      if (value->size() > static_cast<size_t>(most)) {
+        fields.Refuse(key, fmt::format(" has {} texts; allowed: at most {}", value->size(), most));
       }
       for (const Json& one : *value) {
         if (!one.is_string() && !one.is_array()) {
-          fields.Refuse(kKey, fmt::format(" has {} in its list; allowed: texts, or lists of token ids", JsonText(one)));
+          fields.Refuse(key, fmt::format(" has {} in its list; allowed: texts, or lists of token ids", JsonText(one)));
         }
         prompts.push_back(one.is_string() ? from_text(one) : from_tokens(one));
       }
     }
   } else {
-    fields.RefuseValue(kKey, *value, "a text, a list of texts, token ids, or lists of those");
+    fields.RefuseValue(key, *value, "a text, a list of texts, token ids, or lists of those");
   }
-  for (const Prompt& prompt : prompts) CheckLength(fields, kKey, prompt.tokens, model);
+  for (const Prompt& prompt : prompts) CheckLength(fields, key, prompt.tokens, model);
   return prompts;
 }
 
@@ -110,9 +109,9 @@ std::optional<uint64_t> Seed(const Fields& fields) {
 
 // What the object "phsa" says of the attention; what it leaves out is the server's.
 AttentionChoice AskedAttention(const Fields& fields) {
-  static constexpr std::array<std::string_view, 12> kKeys = {"attention",   "top_k",       "parts",        "survivors",
-                                                             "lambda",      "init",        "local",        "block",
-                                                             "dense_below", "punctuation", "group_reduce", "sources"};
+  static constexpr std::array<std::string_view, 13> kKeys = {
+      "attention", "top_k",       "parts",       "survivors",    "lambda",  "init",    "local",
+      "block",     "dense_below", "punctuation", "group_reduce", "sources", "progress"};
   AttentionChoice asked;
   asked.policy.clear();
   const std::optional<Fields> own = fields.Object("phsa");
@@ -169,8 +168,9 @@ AttentionChoice Over(const AttentionChoice& asked, AttentionChoice choice) {
 }
 
 LayerSettings Resolve(const Fields& fields, const AttentionChoice& choice, const ServedModel& model) {
-  return fields.Named("phsa",
-                      [&] { return ResolveAttention(choice, model.engine.config(), model.engine.plan().context); });
+  return fields.Named("phsa", [&] {
+    return ResolveAttention(choice, model.engine.ConfigOf(model.adapter), model.engine.plan().context);
+  });
 }
 
 // What the request sets must not be lost on dense attention; what the server's flags say may be for other requests.
@@ -267,7 +267,7 @@ void CheckAnswers(const Fields& fields, const GenerationRequest& request) {
 
 GenerationRequest ReadCommon(const Fields& fields, const ServedModel& model, const char* stops) {
   GenerationRequest request;
-  (void)fields.String("model");  // any name is served by the one model that is there
+  (void)fields.String("model");  // it has been found
   request.n = fields.Int("n", 1, kMaxAnswers).value_or(1);
   request.stream = fields.Bool("stream", false);
   if (const auto options = fields.Object("stream_options")) {
@@ -291,6 +291,7 @@ GenerationRequest ReadCommon(const Fields& fields, const ServedModel& model, con
       fields.Named("temperature", [&] { return ResolveSampling(sampling, model.engine.config()); });
   request.attention = Attention(fields, model);
   request.sources = ReadSources(fields);
+  if (const std::optional<Fields> own = fields.Object("phsa")) request.progress = own->Bool("progress", false);
   return request;
 }
 
@@ -308,7 +309,7 @@ GenerationRequest ParseCompletion(std::string_view body, const ServedModel& mode
   if (suffix && !suffix->empty()) {
     FillIn(fields, *suffix, model, &request);
   } else {
-    request.prompts = Prompts(fields, model);
+    request.prompts = Prompts(fields, "prompt", kMaxAnswers, model);
   }
   CheckAnswers(fields, request);
   for (size_t i = 0; request.sources && i < request.prompts.size(); ++i) {
@@ -337,6 +338,24 @@ GenerationRequest ParseChat(std::string_view body, const ServedModel& model) {
   return request;
 }
 
+EmbeddingsRequest ParseEmbeddings(std::string_view body, const ServedModel& model) {
+  const Json json = ParseBody(body);
+  const Fields fields(json, "");
+  EmbeddingsRequest request;
+  (void)fields.String("model");
+  request.prompts = Prompts(fields, "input", kMaxEmbeddings, model);
+  const int32_t hidden = model.engine.config().hidden;
+  request.dimensions = fields.Int("dimensions", 1, hidden).value_or(hidden);
+  const std::string format = fields.String("encoding_format").value_or("float");
+  if (format != "float" && format != "base64") {
+    fields.Refuse("encoding_format", fmt::format(" is {}; allowed: float, base64", Quoted(format)));
+  }
+  request.base64 = format == "base64";
+  (void)ReadSources(fields);  // there is no answer that could have any
+  request.attention = Attention(fields, model);
+  return request;
+}
+
 InspectRequest ParseInspect(std::string_view body, const ServedModel& model) {
   const Json json = ParseBody(body);
   const Fields fields(json, "");
@@ -348,7 +367,7 @@ InspectRequest ParseInspect(std::string_view body, const ServedModel& model) {
   if (chat) {
     request.tokens = ChatTokens(fields, ReadChatInput(fields, body, model), model, true);
   } else {
-    std::vector<Prompt> prompts = Prompts(fields, model);
+    std::vector<Prompt> prompts = Prompts(fields, "prompt", kMaxAnswers, model);
     if (prompts.size() != 1) fields.Refuse("prompt", " has several prompts; allowed: one");
     request.tokens = std::move(prompts.front().tokens);
   }
@@ -376,6 +395,7 @@ InspectRequest ParseInspect(std::string_view body, const ServedModel& model) {
   const int32_t otherwise = static_cast<int32_t>(given.size()) + 1;
   request.last = std::min(whole, fields.Int("last", 1, kMaxInspectedTokens + 1).value_or(otherwise));
   request.options.max_tokens = fields.Int("max_tokens", 0, kMaxInspectedTokens).value_or(0);
+  request.stream = fields.Bool("stream", false);
   request.options.sampler.temperature = 0;
 
   AttentionChoice choice = Over(AskedAttention(fields), model.attention);

@@ -23,17 +23,19 @@ namespace phsa::server {
 // Answers of one request: prompts times n. More than any client asks for, and few enough that one request cannot
 // take the queue.
 inline constexpr int32_t kMaxAnswers = 128;
+inline constexpr int32_t kMaxEmbeddings = 2048;  // texts of one request, as OpenAI takes them
 inline constexpr int32_t kMaxTopLogProbabilities = 20;
 inline constexpr size_t kMaxLogitBias = 4096;        // tokens of one request
 inline constexpr int32_t kMaxInspectedTokens = 256;  // of the prompt's end, and of the answer
 
-// The model and what requests may leave unsaid.
+// A model under one of its names, and what requests may leave unsaid.
 struct ServedModel {
   const Engine& engine;
   std::string id;
   std::optional<ChatTemplate> chat_template;
   AttentionChoice attention;
   int32_t chat_tokens = 1024;  // of an answer in a chat
+  int32_t adapter = 0;         // Engine::AddAdapter
   std::shared_ptr<GrammarCache> grammars = std::make_shared<GrammarCache>();
 };
 
@@ -62,6 +64,14 @@ struct GenerationRequest {
   std::optional<SourceOptions> sources;   // of each answer; none: nobody asks
   bool thinks = false, thinking = false;  // the model may write thoughts; it is in one already
   bool stream = false, include_usage = false, echo = false, return_token_ids = false;
+  bool progress = false;  // a stream tells how much of the prompt there is
+};
+
+struct EmbeddingsRequest {
+  std::vector<Prompt> prompts;
+  int32_t dimensions = 0;  // that are wanted of the model's hidden ones: the first
+  bool base64 = false;     // of little-endian f32, in place of a list of numbers
+  LayerSettings attention;
 };
 
 struct InspectRequest {
@@ -71,6 +81,7 @@ struct InspectRequest {
   int32_t last = 1;
   GenerateOptions options;
   LayerSettings attention;
+  bool stream = false;  // events with what is there of the prompt, then the inspection
 };
 
 struct TokenizeRequest {
@@ -82,6 +93,7 @@ struct TokenizeRequest {
 // object.
 GenerationRequest ParseCompletion(std::string_view body, const ServedModel& model);
 GenerationRequest ParseChat(std::string_view body, const ServedModel& model);
+EmbeddingsRequest ParseEmbeddings(std::string_view body, const ServedModel& model);
 InspectRequest ParseInspect(std::string_view body, const ServedModel& model);
 TokenizeRequest ParseTokenize(std::string_view body, const ServedModel& model);
 std::vector<int32_t> ParseDetokenize(std::string_view body, const ServedModel& model);

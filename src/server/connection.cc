@@ -169,7 +169,8 @@ void Connection::ReadHeader() {
   keep_alive_ = false;
   parser_.emplace();
   parser_->header_limit(context_.options.max_header_bytes);
-  parser_->body_limit(context_.options.max_body_bytes);
+  // Which body it is says the header; until then the most that any may have.
+  parser_->body_limit(std::max(context_.options.max_body_bytes, kLargestDocumentBody));
   SetDeadline(context_.options.header_timeout, "the header");
   http::async_read_header(stream_, buffer_, *parser_,
                           [self = shared_from_this()](const beast::error_code& error, size_t) {
@@ -196,10 +197,12 @@ void Connection::OnHeader(const beast::error_code& error) {
     return;
   }
   request_ = RequestHead(parser_->get().base());
-  if (error) {
-    OnReadFailed(error);
+  const uint64_t limit = Service::BodyLimit(request_, context_.options.max_body_bytes);
+  if (error || parser_->content_length().value_or(0) > limit) {
+    OnReadFailed(http::error::body_limit);
     return;
   }
+  parser_->body_limit(limit);
   try {
     context_.service.CheckHead(request_);
   } catch (const HttpError& refused) {

@@ -49,16 +49,17 @@ HttpError FromException(const std::exception_ptr& error) {
   }
 }
 
-Generation::Generation(const ServedModel& model, GenerationRequest request, std::shared_ptr<Exchange> exchange,
-                       std::shared_ptr<std::atomic<bool>> cancelled)
-    : model_(model),
+Generation::Generation(std::shared_ptr<const ServedModel> model, GenerationRequest request,
+                       std::shared_ptr<Exchange> exchange, std::shared_ptr<std::atomic<bool>> cancelled)
+    : held_(std::move(model)),
+      model_(*held_),
       request_(std::move(request)),
       exchange_(std::move(exchange)),
       cancelled_(std::move(cancelled)),
       id_(NewId(request_.chat ? "chatcmpl-" : "cmpl-")),
       created_(UnixTime()) {
   open_ = request_.prompts.size() * static_cast<size_t>(request_.n);
-  const Tokenizer& tokenizer = model.engine.tokenizer();
+  const Tokenizer& tokenizer = model_.engine.tokenizer();
   const bool parsed = request_.chat && (request_.tools.active() || request_.thinks);
   for (size_t i = 0; i < open_; ++i) {
     Progress& progress = progress_.emplace_back(Progress{false, TextPosition(tokenizer), CallMarks(tokenizer)});
@@ -82,6 +83,7 @@ std::vector<Task> Generation::Tasks(const std::shared_ptr<const TextAttention>& 
     task.options.sampler = ResolveSampling(sampling, model_.engine.config());
     task.attention = attention;
     task.stream = request_.stream;
+    task.tells_prefill = request_.stream && request_.progress;
     task.sources = request_.prompts[i / static_cast<size_t>(request_.n)].sources;
   }
   return tasks;
@@ -154,6 +156,17 @@ void Generation::SendPieces(size_t index, const std::vector<ReplyPiece>& pieces,
 
 void Generation::OnPart(size_t index, AnswerPart part) {
   exchange_->Post([self = shared_from_this(), index, part = std::move(part)] { self->TakePart(index, part); });
+}
+
+void Generation::OnPrefill(size_t index, int32_t done, int32_t total) {
+  exchange_->Post([self = shared_from_this(), index, done, total] {
+    if (self->failed_) return;
+    Json chunk = self->Frame(self->request_.chat ? "chat.completion.chunk" : "text_completion");
+    chunk["choices"] = Json::array();
+    if (self->request_.include_usage) chunk["usage"] = nullptr;
+    chunk["phsa"] = {{"prefill", {{"choice", index}, {"done", done}, {"total", total}}}};
+    self->SendEvent(chunk);
+  });
 }
 
 void Generation::OnSources(size_t index, AnswerSources sources) {

@@ -22,9 +22,8 @@ HttpError FromException(const std::exception_ptr& error);
 
 class Generation : public TaskListener, public std::enable_shared_from_this<Generation> {
  public:
-  // The model must outlive it.
   // `cancelled`: raised where an answer failed, so that the others end.
-  Generation(const ServedModel& model, GenerationRequest request, std::shared_ptr<Exchange> exchange,
+  Generation(std::shared_ptr<const ServedModel> model, GenerationRequest request, std::shared_ptr<Exchange> exchange,
              std::shared_ptr<std::atomic<bool>> cancelled);
 
   const GenerationRequest& request() const { return request_; }
@@ -32,6 +31,7 @@ class Generation : public TaskListener, public std::enable_shared_from_this<Gene
   void Begin();  // where it streams: the head, and for a chat whose turn it is
 
   void OnPart(size_t index, AnswerPart part) override;
+  void OnPrefill(size_t index, int32_t done, int32_t total) override;
   void OnSources(size_t index, AnswerSources sources) override;
   void OnEnd(size_t index, GenerateResult result, const AnswerTimes& times) override;
   void OnInspection(Inspection) override {}
@@ -47,6 +47,7 @@ class Generation : public TaskListener, public std::enable_shared_from_this<Gene
   void Send(Json choice, bool last);
   void SendEvent(const Json& json);
 
+  const std::shared_ptr<const ServedModel> held_;  // so that the model stays in memory
   const ServedModel& model_;
   const GenerationRequest request_;
   const std::shared_ptr<Exchange> exchange_;

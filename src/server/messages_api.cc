@@ -161,9 +161,10 @@ std::optional<AnswerForm> ReadForm(const Fields& fields, std::string_view body, 
 
 class MessagesReply : public SingleReply {
  public:
-  MessagesReply(const ServedModel& model, GenerationRequest request, std::shared_ptr<Exchange> exchange,
+  MessagesReply(std::shared_ptr<const ServedModel> model, GenerationRequest request, std::shared_ptr<Exchange> exchange,
                 std::shared_ptr<std::atomic<bool>> cancelled)
-      : SingleReply(model, std::move(request), std::move(exchange), std::move(cancelled)), id_(NewId("msg_")) {}
+      : SingleReply(std::move(model), std::move(request), std::move(exchange), std::move(cancelled)),
+        id_(NewId("msg_")) {}
 
  protected:
   void BeginStream() override {
@@ -285,10 +286,11 @@ size_t CountMessages(std::string_view body, const ServedModel& model) {
   return ChatTokens(fields, ReadInput(fields, body, model), model, true).size();
 }
 
-std::shared_ptr<SingleReply> MakeMessagesReply(const ServedModel& model, GenerationRequest request,
+std::shared_ptr<SingleReply> MakeMessagesReply(std::shared_ptr<const ServedModel> model, GenerationRequest request,
                                                std::shared_ptr<Exchange> exchange,
                                                std::shared_ptr<std::atomic<bool>> cancelled) {
-  return std::make_shared<MessagesReply>(model, std::move(request), std::move(exchange), std::move(cancelled));
+  return std::make_shared<MessagesReply>(std::move(model), std::move(request), std::move(exchange),
+                                         std::move(cancelled));
 }
 
 }  // namespace phsa::server

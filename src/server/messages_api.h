@@ -15,7 +15,7 @@ namespace phsa::server {
 GenerationRequest ParseMessages(std::string_view body, const ServedModel& model);
 size_t CountMessages(std::string_view body, const ServedModel& model);  // the prompt's tokens
 
-std::shared_ptr<SingleReply> MakeMessagesReply(const ServedModel& model, GenerationRequest request,
+std::shared_ptr<SingleReply> MakeMessagesReply(std::shared_ptr<const ServedModel> model, GenerationRequest request,
                                                std::shared_ptr<Exchange> exchange,
                                                std::shared_ptr<std::atomic<bool>> cancelled);
 

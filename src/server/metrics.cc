@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <string_view>
 
 namespace phsa::server {
 namespace {
@@ -132,7 +133,33 @@ void Metrics::CountConnection(int change) {
   connections_ += change;
 }
 
-std::string Metrics::Text() const {
+std::string Metrics::Text(const std::vector<const Metrics*>& others) const {
+  const std::string own = OwnText(true);
+  if (others.empty()) return own;
+  // A name's lines stand together behind one head.
+  constexpr std::string_view kHead = "# HELP ";
+  std::vector<std::string> names;
+  std::map<std::string, std::string> lines;
+  const auto add = [&](const std::string& text, bool with_heads) {
+    std::string name;
+    for (size_t at = 0, end = 0; at < text.size(); at = end + 1) {
+      end = text.find('\n', at);
+      const std::string line = text.substr(at, end + 1 - at);
+      if (line.starts_with(kHead)) {
+        name = line.substr(kHead.size(), line.find(' ', kHead.size()) - kHead.size());
+        if (with_heads) names.push_back(name);
+      }
+      if (with_heads || line.front() != '#') lines[name] += line;
+    }
+  };
+  add(own, true);
+  for (const Metrics* other : others) add(other->OwnText(false), false);
+  std::string out;
+  for (const std::string& name : names) out += lines[name];
+  return out;
+}
+
+std::string Metrics::OwnText(bool with_http) const {
   const std::lock_guard lock(mutex_);
   std::string out;
   const auto append = std::back_inserter(out);
@@ -176,8 +203,9 @@ std::string Metrics::Text() const {
   One("phsa:cache_bytes", "gauge", "Bytes of the KV cache's pages in use.", labels_, state_.cache_bytes, &out);
   One("phsa:representative_bytes", "gauge", "Bytes of them for representatives.", labels_, state_.representative_bytes,
       &out);
-  One("phsa:requests_refused_total", "counter", "Requests refused as the queue was full.", labels_, refused_, &out);
   One("phsa:requests_failed_total", "counter", "Answers that failed.", labels_, failed_, &out);
+  if (!with_http) return out;
+  One("phsa:requests_refused_total", "counter", "Requests refused as the queue was full.", labels_, refused_, &out);
   One("phsa:connections", "gauge", "Open connections.", labels_, connections_, &out);
   Head("phsa:http_responses_total", "counter", "Responses, by path and status.", &out);
   for (const auto& [key, count] : responses_) {

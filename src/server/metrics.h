@@ -53,9 +53,12 @@ class Metrics {
   void CountHttp(const std::string& path, int status);
   void CountRefused();  // as the queue was full
   void CountConnection(int change);
-  std::string Text() const;
+  // With those of other models behind each of its own lines.
+  std::string Text(const std::vector<const Metrics*>& others = {}) const;
 
  private:
+  std::string OwnText(bool with_http) const;
+
   const std::string labels_;
   mutable std::mutex mutex_;
   EngineState state_;

@@ -141,9 +141,9 @@ ChatInput ReadInput(const Fields& fields, std::string_view body, const ServedMod
 
 class ResponsesReply : public SingleReply {
  public:
-  ResponsesReply(const ServedModel& model, ResponsesRequest request, std::shared_ptr<Exchange> exchange,
+  ResponsesReply(std::shared_ptr<const ServedModel> model, ResponsesRequest request, std::shared_ptr<Exchange> exchange,
                  std::shared_ptr<std::atomic<bool>> cancelled)
-      : SingleReply(model, std::move(request.generation), std::move(exchange), std::move(cancelled)),
+      : SingleReply(std::move(model), std::move(request.generation), std::move(exchange), std::move(cancelled)),
         id_(NewId("resp_")),
         echo_(std::move(request.echo)) {}
 
@@ -351,10 +351,11 @@ ResponsesRequest ParseResponses(std::string_view body, const ServedModel& model)
   return request;
 }
 
-std::shared_ptr<SingleReply> MakeResponsesReply(const ServedModel& model, ResponsesRequest request,
+std::shared_ptr<SingleReply> MakeResponsesReply(std::shared_ptr<const ServedModel> model, ResponsesRequest request,
                                                 std::shared_ptr<Exchange> exchange,
                                                 std::shared_ptr<std::atomic<bool>> cancelled) {
-  return std::make_shared<ResponsesReply>(model, std::move(request), std::move(exchange), std::move(cancelled));
+  return std::make_shared<ResponsesReply>(std::move(model), std::move(request), std::move(exchange),
+                                          std::move(cancelled));
 }
 
 }  // namespace phsa::server

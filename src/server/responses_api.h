@@ -17,7 +17,7 @@ struct ResponsesRequest {
 };
 ResponsesRequest ParseResponses(std::string_view body, const ServedModel& model);
 
-std::shared_ptr<SingleReply> MakeResponsesReply(const ServedModel& model, ResponsesRequest request,
+std::shared_ptr<SingleReply> MakeResponsesReply(std::shared_ptr<const ServedModel> model, ResponsesRequest request,
                                                 std::shared_ptr<Exchange> exchange,
                                                 std::shared_ptr<std::atomic<bool>> cancelled);
 

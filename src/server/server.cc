@@ -52,8 +52,8 @@ bool IsLoopback(const std::string& host) {
 
 class Server::Impl {
  public:
-  Impl(const ServerOptions& options, Service& service, Worker& worker, Metrics& metrics, AccessLog& log)
-      : options_(options), service_(service), worker_(worker), metrics_(metrics), log_(log) {
+  Impl(const ServerOptions& options, Service& service, ModelPool& models, Metrics& metrics, AccessLog& log)
+      : options_(options), service_(service), models_(models), metrics_(metrics), log_(log) {
     RaiseFileLimit();
     const tcp::endpoint endpoint = Endpoint(options);
     beast::error_code error;
@@ -87,9 +87,10 @@ class Server::Impl {
     for (int32_t i = 1; i < options_.threads; ++i) threads.emplace_back([this] { context_.run(); });
     context_.run();
     for (std::thread& thread : threads) thread.join();
-    // Nothing of ours may be left with the worker when the connections' context goes.
-    worker_.CancelAll();
-    while (!worker_.Idle()) std::this_thread::sleep_for(kDrainPoll);
+    service_.Stop();
+    // Nothing of ours may be left with a model when the connections' context goes.
+    models_.CancelAll();
+    while (!models_.Idle()) std::this_thread::sleep_for(kDrainPoll);
   }
 
  private:
@@ -191,19 +192,19 @@ class Server::Impl {
       const std::lock_guard lock(mutex_);
       return connections_.empty();
     }();
-    if ((worker_.Idle() && all_gone) || now >= deadline_ + kLastWrites) {
+    if ((models_.Idle() && all_gone) || now >= deadline_ + kLastWrites) {
       if (!all_gone) log_.Note("stopped: some clients did not take their answers");
       context_.stop();
       return;
     }
-    if (now >= deadline_) worker_.CancelAll();
+    if (now >= deadline_) models_.CancelAll();
     pause_.expires_after(kDrainPoll);
     pause_.async_wait([this](const beast::error_code&) { PollDrain(); });
   }
 
   const ServerOptions options_;
   Service& service_;
-  Worker& worker_;
+  ModelPool& models_;
   Metrics& metrics_;
   AccessLog& log_;
   std::atomic<bool> draining_ = false;
@@ -216,8 +217,8 @@ class Server::Impl {
   asio::steady_timer pause_{context_};
 };
 
-Server::Server(const ServerOptions& options, Service& service, Worker& worker, Metrics& metrics, AccessLog& log)
-    : impl_(std::make_unique<Impl>(options, service, worker, metrics, log)) {}
+Server::Server(const ServerOptions& options, Service& service, ModelPool& models, Metrics& metrics, AccessLog& log)
+    : impl_(std::make_unique<Impl>(options, service, models, metrics, log)) {}
 Server::~Server() = default;
 uint16_t Server::port() const { return impl_->port(); }
 void Server::Run() { impl_->Run(); }

@@ -10,9 +10,9 @@
 
 #include "server/access_log.h"
 #include "server/metrics.h"
+#include "server/model_pool.h"
 #include "server/service.h"
 #include "server/tls.h"
-#include "server/worker.h"
 
 namespace phsa::server {
 
@@ -33,7 +33,7 @@ struct ServerOptions {
 class Server {
  public:
   // Binds: throws phsa::Error naming the address where that fails.
-  Server(const ServerOptions& options, Service& service, Worker& worker, Metrics& metrics, AccessLog& log);
+  Server(const ServerOptions& options, Service& service, ModelPool& models, Metrics& metrics, AccessLog& log);
   ~Server();
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;

@@ -4,19 +4,19 @@
 
 #include <atomic>
 #include <functional>
-#include <list>
 #include <memory>
 #include <mutex>
-#include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "server/allowed_hosts.h"
 #include "server/api.h"
+#include "server/document_reader.h"
 #include "server/http_types.h"
 #include "server/metrics.h"
-#include "server/worker.h"
+#include "server/model_pool.h"
 
 namespace phsa::server {
 
@@ -30,7 +30,8 @@ struct ServiceOptions {
 
 class Service {
  public:
-  Service(ServedModel model, ServiceOptions options, Worker& worker, Metrics& metrics);
+  // `metrics`: what is counted of HTTP.
+  Service(ModelPool& models, ServiceOptions options, Metrics& metrics);
 
   // What can be judged by the header alone, before a body is read: throws HttpError.
   void CheckHead(const HttpRequest& request) const;
@@ -40,6 +41,10 @@ class Service {
   void Drain() { draining_ = true; }
   // Headers for every response to this request.
   std::vector<std::pair<std::string, std::string>> CommonHeaders(const HttpRequest& request) const;
+  // Bytes that this request's body may have, where others may have `most`.
+  static uint64_t BodyLimit(const HttpRequest& request, uint64_t most);
+  // What is not the worker's ends; no exchange is held by it any more.
+  void Stop() { documents_.Stop(); }
   // The path by which a request is counted: those that are not there are one.
   static std::string CountedPath(const std::string& target);
 
@@ -49,42 +54,52 @@ class Service {
   static const Route* FindRoute(const std::string& target);
 
   using Cancelled = std::shared_ptr<std::atomic<bool>>;
+  // The model that a request is for.
+  struct Target {
+    std::shared_ptr<LoadedModel> loaded;
+    std::shared_ptr<const ServedModel> served;  // of it
+  };
   HttpResponse Page(const HttpRequest& request);
   HttpResponse OpenApi(const HttpRequest& request);
   HttpResponse Health(const HttpRequest& request);
   HttpResponse Version(const HttpRequest& request);
   HttpResponse MetricsText(const HttpRequest& request);
   HttpResponse Models(const HttpRequest& request);
-  HttpResponse TokenizerInfo(const HttpRequest& request);
-  HttpResponse Tokenize(const HttpRequest& request);
-  HttpResponse Detokenize(const HttpRequest& request);
-  HttpResponse ApplyTemplate(const HttpRequest& request);
-  void Completions(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
-  void Chat(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
-  void Responses(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
-  void Messages(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
-  HttpResponse CountTokens(const HttpRequest& request);
-  template <class Answer>
-  void Submit(const std::shared_ptr<Answer>& answer, const Cancelled& cancelled);
-  void Inspect(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
-  void Generate(GenerationRequest request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
-  std::shared_ptr<const TextAttention> AttentionFor(const LayerSettings& settings);
-  void NotePastTested(size_t tokens);  // once, in the log
+  HttpResponse TokenizerInfo(const HttpRequest& request, const Target& target);
+  HttpResponse Tokenize(const HttpRequest& request, const Target& target);
+  HttpResponse Detokenize(const HttpRequest& request, const Target& target);
+  HttpResponse ApplyTemplate(const HttpRequest& request, const Target& target);
+  HttpResponse CountTokens(const HttpRequest& request, const Target& target);
+  void Completions(const HttpRequest& request, const Target& target, std::shared_ptr<Exchange> exchange,
+                   const Cancelled& cancelled);
+  void Chat(const HttpRequest& request, const Target& target, std::shared_ptr<Exchange> exchange,
+            const Cancelled& cancelled);
+  void Responses(const HttpRequest& request, const Target& target, std::shared_ptr<Exchange> exchange,
+                 const Cancelled& cancelled);
+  void Messages(const HttpRequest& request, const Target& target, std::shared_ptr<Exchange> exchange,
+                const Cancelled& cancelled);
+  void Embeddings(const HttpRequest& request, const Target& target, std::shared_ptr<Exchange> exchange,
+                  const Cancelled& cancelled);
+  void Inspect(const HttpRequest& request, const Target& target, std::shared_ptr<Exchange> exchange,
+               const Cancelled& cancelled);
+  void ReadDocument(const HttpRequest& request, std::shared_ptr<Exchange> exchange, const Cancelled& cancelled);
+  void Answer(const Route& route, const HttpRequest& request, const Target& target,
+              const std::shared_ptr<Exchange>& exchange, const Cancelled& cancelled);
+  template <class Reply>
+  void Submit(const std::shared_ptr<Reply>& reply, const Target& target, const Cancelled& cancelled);
+  // Once for a name, in the log.
+  void NotePastTested(const ServedModel& model, size_t tokens);
   void CheckDraining() const;
 
-  const ServedModel model_;
+  ModelPool& models_;
   const ServiceOptions options_;
   const AllowedHosts hosts_;
-  Worker& worker_;
   Metrics& metrics_;
   const int64_t started_;
-  const std::optional<int32_t> tested_tokens_;
-  std::atomic<bool> noted_past_tested_ = false;
+  std::mutex noted_mutex_;
+  std::set<std::string> noted_;  // models of which it was said that a text is longer than what was tested
   std::atomic<bool> draining_ = false;
-  // Ways to read that requests asked for lately, the latest first: their texts share pages only where the way is one
-  // and the same object.
-  std::mutex attentions_mutex_;
-  std::list<std::shared_ptr<const TextAttention>> attentions_;
+  DocumentReader documents_;
 };
 
 }  // namespace phsa::server

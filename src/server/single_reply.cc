@@ -8,15 +8,16 @@
 
 namespace phsa::server {
 
-SingleReply::SingleReply(const ServedModel& model, GenerationRequest request, std::shared_ptr<Exchange> exchange,
-                         std::shared_ptr<std::atomic<bool>> cancelled)
-    : model_(model),
+SingleReply::SingleReply(std::shared_ptr<const ServedModel> model, GenerationRequest request,
+                         std::shared_ptr<Exchange> exchange, std::shared_ptr<std::atomic<bool>> cancelled)
+    : held_(std::move(model)),
+      model_(*held_),
       request_(std::move(request)),
       exchange_(std::move(exchange)),
       cancelled_(std::move(cancelled)),
       created_(std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch())
                    .count()),
-      marks_(model.engine.tokenizer()),
+      marks_(model_.engine.tokenizer()),
       parser_(request_.tools, request_.thinks, request_.thinking) {}
 
 std::vector<Task> SingleReply::Tasks(const std::shared_ptr<const TextAttention>& attention) const {

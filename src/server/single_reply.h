@@ -20,8 +20,8 @@ namespace phsa::server {
 
 class SingleReply : public TaskListener, public std::enable_shared_from_this<SingleReply> {
  public:
-  // The model must outlive it. `cancelled` is raised where the answer failed.
-  SingleReply(const ServedModel& model, GenerationRequest request, std::shared_ptr<Exchange> exchange,
+  // `cancelled` is raised where the answer failed.
+  SingleReply(std::shared_ptr<const ServedModel> model, GenerationRequest request, std::shared_ptr<Exchange> exchange,
               std::shared_ptr<std::atomic<bool>> cancelled);
 
   const GenerationRequest& request() const { return request_; }
@@ -54,6 +54,7 @@ class SingleReply : public TaskListener, public std::enable_shared_from_this<Sin
   void TakeEnd(const GenerateResult& result, const AnswerTimes& times);
   void TakeFailure(const std::exception_ptr& error);
 
+  const std::shared_ptr<const ServedModel> held_;  // so that the model stays in memory
   const ServedModel& model_;
   const GenerationRequest request_;
   const std::shared_ptr<Exchange> exchange_;

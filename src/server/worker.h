@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "engine/scheduler.h"
+#include "engine/text_cache.h"
 #include "eval/inspect.h"
 #include "eval/sources.h"
 #include "server/metrics.h"
@@ -50,7 +51,9 @@ struct AnswerSources {
 class TaskListener {
  public:
   virtual ~TaskListener() = default;
-  virtual void OnPart(size_t index, AnswerPart part) = 0;                 // of tasks that stream
+  virtual void OnPart(size_t index, AnswerPart part) = 0;  // of tasks that stream
+  // Of tasks that ask for it, and inspections: how much of the prompt there is.
+  virtual void OnPrefill(size_t /*index*/, int32_t /*done*/, int32_t /*total*/) {}
   virtual void OnSources(size_t /*index*/, AnswerSources /*sources*/) {}  // of tasks that ask for them, before the end
   virtual void OnEnd(size_t index, GenerateResult result, const AnswerTimes& times) = 0;
   virtual void OnInspection(Inspection inspection) = 0;
@@ -62,8 +65,9 @@ struct Task {
   std::vector<int32_t> prompt;
   GenerateOptions options;
   std::shared_ptr<const TextAttention> attention;  // none: the engine's
-  bool stream = false;
+  bool stream = false, tells_prefill = false;
   std::shared_ptr<const SourceTask> sources = nullptr;  // none: nobody asks for them
+  bool embed = false;                                   // Request::embed
 };
 
 struct InspectTask {
@@ -73,9 +77,32 @@ struct InspectTask {
   std::shared_ptr<const TextAttention> attention;
 };
 
+// Engines that share a machine step in turn: side by side each would wait for the other's cores at every product.
+class StepTurns {
+ public:
+  class Turn {
+   public:
+    explicit Turn(StepTurns* turns);  // waits for it; null: there is nobody else
+    ~Turn();
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    StepTurns* turns_;
+  };
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  uint64_t next_ = 0, now_ = 0;
+};
+
 struct WorkerOptions {
   int32_t max_running = 64, max_waiting = 256;
-  double step_seconds = 0.25;  // that an answer may wait for its next token while prompts are read
+  double step_seconds = 0.25;                  // that an answer may wait for its next token while prompts are read
+  std::shared_ptr<StepTurns> turns = nullptr;  // with other models; none: there are none
+  // Where long texts are kept for later processes, when nobody waits for anything; none: nowhere.
+  std::shared_ptr<const TextCache> texts = nullptr;
 };
 
 class Worker {
@@ -119,7 +146,9 @@ class Worker {
     std::optional<AnswerSources> sources = {};
   };
 
+  class Store;
   std::unique_ptr<Scheduler> MakeScheduler();
+  bool KeepText();  // one of those that only the cache has; false: there is none
   void Run();
   void TakeIncoming();
   void Begin(Pending pending);
@@ -138,7 +167,9 @@ class Worker {
   Engine& engine_;
   const WorkerOptions options_;
   Metrics& metrics_;
+  std::unique_ptr<Store> store_;  // outlives the scheduler
   std::unique_ptr<Scheduler> scheduler_;
+  bool keeps_texts_ = false;                           // there may be some to keep; only the worker's thread changes it
   int64_t earlier_preemptions_ = 0;                    // of schedulers before this one
   std::map<int64_t, std::unique_ptr<Active>> active_;  // by the scheduler's number
 

@@ -49,6 +49,7 @@ class Shape(ctypes.Structure):
         ("top_k", ctypes.c_int32),
         ("dense_below", ctypes.c_int32),
         ("group_max", ctypes.c_bool),
+        ("parts", ctypes.c_int32),
         ("scale", ctypes.c_float),
     ]
 
@@ -108,7 +109,9 @@ class Forward:
         group_reduce="sum",
         want_scores=False,
         page_size=0,
+        parts=1,
     ):
+        self.parts = parts
         self.library = library
         self.q, self.lens, self.top_k = q, lens, top_k
         self.init_blocks, self.local_blocks, self.dense_below = init // BLOCK, local // BLOCK, dense_below
@@ -129,7 +132,7 @@ class Forward:
             return out
 
         self.q_starts, self.kv_starts = starts(q_lens), starts(kv_lens)
-        self.rep_starts = starts([n // BLOCK for n in kv_lens])
+        self.rep_starts = starts([n // (BLOCK // parts) for n in kv_lens])  # also those of a block that is not complete
         self.cu_q = torch.tensor(self.q_starts, dtype=torch.int32, device=device)
         self.d_kv_lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
         self.d_kv_starts = torch.tensor(self.kv_starts[:-1], dtype=torch.int64, device=device)
@@ -167,7 +170,7 @@ class Forward:
             self.paged_k = torch.full((sum(pages), page_size, heads_kv, dim), nan, dtype=q.dtype, device=device)
             self.paged_v = self.paged_k.clone()
             self.paged_flags = torch.zeros((sum(pages), page_size), dtype=torch.uint8, device=device)
-            self.reps = torch.full((sum(pages), page_size // BLOCK, heads_kv, dim), nan, dtype=q.dtype, device=device)
+            self.reps = torch.full((sum(pages), page_size // BLOCK * parts, heads_kv, dim), nan, dtype=q.dtype, device=device)
             used = 0
             for s, n in enumerate(kv_lens):
                 for i in range(pages[s]):
@@ -196,6 +199,7 @@ class Forward:
             top_k,
             dense_below,
             group_reduce == "max",
+            parts,
             self.scale,
         )
         self.d_flags = d_flags
@@ -245,11 +249,11 @@ class Forward:
         self.attend()
 
     def rep_rows(self, s):
-        """The representatives of sequence s, [row][kv_head][dim]."""
+        """The representatives of the complete blocks of sequence s, [row][kv_head][dim]."""
         if self.page_size == 0:
-            return self.reps[self.rep_starts[s] : self.rep_starts[s + 1]]
+            return self.reps[self.rep_starts[s] :][: self.lens[s][1] // BLOCK * self.parts]
         rows = self.reps[self.table[s].long().clamp(min=0)].flatten(0, 1)
-        return rows[: self.lens[s][1] // BLOCK]
+        return rows[: self.lens[s][1] // BLOCK * self.parts]
 
 
 def drift(length, heads, dim, factor, size, generator, dtype, device="cuda"):
@@ -286,11 +290,12 @@ def make_inputs(lens, heads_q, heads_kv, dim, dtype, seed=0, punctuation=0.15):
 
 def reference_reps(f, s):
     start, end = f.kv_starts[s], f.kv_starts[s] + f.lens[s][1] // BLOCK * BLOCK
-    k = f.k[start:end].double().unflatten(0, (-1, BLOCK))
+    span = BLOCK // f.parts
+    k = f.k[start:end].double().unflatten(0, (-1, span))
     mean = k.mean(1)
     if f.flags is None:
         return mean
-    flag = f.flags[start:end].double().unflatten(0, (-1, BLOCK))[..., None, None]
+    flag = f.flags[start:end].double().unflatten(0, (-1, span))[..., None, None]
     count = flag.sum(1)
     marked = torch.where(count > 0, (k * flag).sum(1) / count.clamp(min=1), mean)
     lam = f.lam.double()[None, :, None]
@@ -328,7 +333,7 @@ def check_selection(f, s, queries):
     heads = f.selection_heads
     group = f.heads_q // heads
     reps = reps.repeat_interleave(heads // f.heads_kv, dim=1)
-    blocks = torch.arange(reps.shape[0], device="cuda")
+    blocks = torch.arange(reps.shape[0] // f.parts, device="cuda")
     checked = differing = 0
     gap = 0.0
     for i in queries:
@@ -346,7 +351,9 @@ def check_selection(f, s, queries):
         assert (got >= f.init_blocks).all() and (got < end).all(), (i, got)
         assert (got[:, 1:] > got[:, :-1]).all(), (i, got)
         q = f.q[f.q_starts[s] + i].double().unflatten(0, (heads, group))
-        p = torch.log_softmax(torch.einsum("hgd,thd->hgt", q, reps[:b]) * f.scale, -1)
+        visible = reps[: b * f.parts]
+        p = torch.log_softmax(torch.einsum("hgd,thd->hgt", q, visible) * f.scale, -1)
+        p = p.unflatten(-1, (b, f.parts)).logsumexp(-1)
         p = p.amax(1) if f.group_reduce == "max" else p.logsumexp(1)
         p[:, (blocks[:b] < f.init_blocks) | (blocks[:b] >= end)] = float("-inf")
         order = torch.sort(p, dim=1, descending=True, stable=True).indices[:, :count]
@@ -357,10 +364,10 @@ def check_selection(f, s, queries):
             differing += int(wrong.sum())
             kth = p.gather(1, order[:, -1:])
             low = p.gather(1, got).amin(1, keepdim=True)
-            gap = max(gap, float(((kth - low)[:, 0] / rounding(q, reps[:b], f.scale))[wrong].max()))
+            gap = max(gap, float(((kth - low)[:, 0] / rounding(q, visible, f.scale))[wrong].max()))
         if f.scores is not None:
             scores = f.scores[f.q_starts[s] + i]
-            relative = 2e-3 + float(rounding(q, reps[:b], f.scale).max())
+            relative = 2e-3 + float(rounding(q, visible, f.scale).max())
             assert torch.allclose(scores[:, :count].double(), p.gather(1, got).exp(), rtol=relative, atol=1e-7)
             assert (scores[:, count:] == 0).all()
     return checked, differing, gap

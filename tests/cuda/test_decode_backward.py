@@ -33,7 +33,8 @@ if not torch.cuda.is_available():
 
 class Method(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int32) for name in ("init_blocks", "local_blocks", "top_k", "dense_below")] + [
-        ("scale", ctypes.c_float)
+        ("scale", ctypes.c_float),
+        ("parts", ctypes.c_int32),
     ]
 
 
@@ -99,13 +100,14 @@ def drifting_queries(tokens, heads, dim, generator):
     return 0.8**0.5 * slow + 0.2**0.5 * fast
 
 
-def representatives(k, flags, lam):
-    """k [tokens][heads][dim], flags [tokens] -> [blocks][heads][dim] in float32."""
-    blocks = k.shape[0] // BLOCK
-    keys = k[: blocks * BLOCK].float().view(blocks, BLOCK, *k.shape[1:])
-    flag = flags[: blocks * BLOCK].view(blocks, BLOCK).float()
+def representatives(k, flags, lam, parts=1):
+    """k [tokens][heads][dim], flags [tokens] -> [rows][heads][dim] in float32; a row has BLOCK / parts tokens."""
+    span = BLOCK // parts
+    rows = k.shape[0] // span
+    keys = k[: rows * span].float().view(rows, span, *k.shape[1:])
+    flag = flags[: rows * span].view(rows, span).float()
     count = flag.sum(1, keepdim=True)
-    weight = torch.where(count > 0, lam / BLOCK + (1 - lam) * flag / count.clamp(min=1), 1 / BLOCK)
+    weight = torch.where(count > 0, lam / span + (1 - lam) * flag / count.clamp(min=1), 1 / span)
     return torch.einsum("bi,bihd->bhd", weight, keys)
 
 
@@ -127,8 +129,10 @@ class DecodeCase:
         max_kv_len=None,
         seed=1,
         sharpness=1.5,
+        parts=1,
     ):
         g = torch.Generator(device="cuda").manual_seed(seed)
+        self.parts, self.span = parts, BLOCK // parts
         self.dtype, self.dim, self.q_heads, self.kv_heads = dtype, dim, q_heads, kv_heads
         self.lens, self.top_k, self.init, self.local = list(lens), top_k, init // BLOCK, local // BLOCK
         self.page_size, self.dense_below, self.lam, self.reduce = page_size, dense_below, lam, reduce
@@ -139,16 +143,18 @@ class DecodeCase:
         self.vs = [torch.randn(n, kv_heads, dim, device="cuda", generator=g).to(dtype) if n else None for n in lens]
         self.fs = [(torch.rand(n, device="cuda", generator=g) < 0.12).to(torch.uint8) if n else None for n in lens]
         self.reps = [
-            representatives(k, f, lam).to(dtype) if n else None for k, f, n in zip(self.ks, self.fs, lens, strict=True)
+            representatives(k, f, lam, parts).to(dtype) if n else None
+            for k, f, n in zip(self.ks, self.fs, lens, strict=True)
         ]
         nan = float("nan")
         if page_size:
-            per_page = page_size // BLOCK
+            per_page = page_size // self.span
             pages = [-(-n // page_size) for n in lens]
             total = sum(pages) + 3
             order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
             self.k = torch.full((total, page_size, kv_heads, dim), nan, device="cuda", dtype=dtype)
-            self.v, self.r = self.k.clone(), self.k[:, :per_page].clone()
+            self.v = self.k.clone()
+            self.r = torch.full((total, per_page, kv_heads, dim), nan, device="cuda", dtype=dtype)
             self.flags = torch.full((total, page_size), 1, device="cuda", dtype=torch.uint8)
             self.table = torch.full((nseq, max(pages) + 1), 2**30, device="cuda", dtype=torch.int32)
             at = 0
@@ -164,14 +170,14 @@ class DecodeCase:
                 token = torch.arange(n, device="cuda")
                 where = (index[token // page_size], token % page_size)
                 self.k[where], self.v[where], self.flags[where] = self.ks[s], self.vs[s], self.fs[s]
-                block = torch.arange(self.reps[s].shape[0], device="cuda")
-                where = (index[block // per_page], block % per_page)
+                row = torch.arange(self.reps[s].shape[0], device="cuda")
+                where = (index[row // per_page], row % per_page)
                 # The representative that the new token completes is the kernel's to write.
                 rows = self.reps[s].clone()
-                if n % BLOCK == 0:
+                if n % self.span == 0:
                     rows[-1] = nan
                 self.r[where] = rows
-                self.rep_at.append(tuple(x[-1] for x in where) if len(block) else None)
+                self.rep_at.append(tuple(x[-1] for x in where) if len(row) else None)
             self.starts = self.rep_starts = None
         else:
             self.k = torch.cat([x for x in self.ks if x is not None])
@@ -179,7 +185,7 @@ class DecodeCase:
             self.flags = torch.cat([x for x in self.fs if x is not None])
             rows = [r.clone() for r in self.reps if r is not None]
             for r, n in zip(rows, [n for n in lens if n], strict=True):
-                if n % BLOCK == 0:
+                if n % self.span == 0:
                     r[-1] = nan
             self.r = (
                 torch.cat(rows)
@@ -189,8 +195,8 @@ class DecodeCase:
             starts, reps = [0], [0]
             for n in lens:
                 starts.append(starts[-1] + n)
-                reps.append(reps[-1] + n // BLOCK)
-            self.rep_at = [(reps[s + 1] - 1,) if n >= BLOCK else None for s, n in enumerate(lens)]
+                reps.append(reps[-1] + n // self.span)
+            self.rep_at = [(reps[s + 1] - 1,) if n >= self.span else None for s, n in enumerate(lens)]
             self.starts = torch.tensor(starts[:-1], device="cuda", dtype=torch.int64)
             self.rep_starts = torch.tensor(reps[:-1], device="cuda", dtype=torch.int64)
             self.table = None
@@ -199,7 +205,7 @@ class DecodeCase:
         self.lse = torch.full((nseq, q_heads), nan, device="cuda")
         self.selection = torch.full((nseq, kv_heads, top_k), -7, device="cuda", dtype=torch.int32)
         p = DecodeParams()
-        p.method = Method(self.init, self.local, top_k, dense_below, dim**-0.5)
+        p.method = Method(self.init, self.local, top_k, dense_below, dim**-0.5, parts)
         p.dtype, p.num_seqs, p.num_q_heads, p.num_kv_heads, p.head_dim = DTYPES[dtype], nseq, q_heads, kv_heads, dim
         p.max_kv_len, p.group_reduce, p.lambda_ = self.max_kv_len, reduce, lam
         p.kv_lens, p.q, p.out, p.lse = (x.data_ptr() for x in (self.kv_lens, self.q, self.out, self.lse))
@@ -234,9 +240,9 @@ class DecodeCase:
         own = (n - 1) // BLOCK
         group = self.q_heads // self.kv_heads
         q = self.q[s].double().view(self.kv_heads, group, self.dim)
-        reps = self.reps[s][:own].double()
+        reps = self.reps[s][: own * self.parts].double()
         logits = torch.einsum("hgd,thd->hgt", q, reps) * self.dim**-0.5
-        soft = logits.log_softmax(-1)
+        soft = logits.log_softmax(-1).unflatten(-1, (own, self.parts)).logsumexp(-1)
         return soft.amax(1) if self.reduce == GROUP_MAX else soft.logsumexp(1), rounding(q, reps, self.dim**-0.5)
 
     def check(self, outputs=True):
@@ -293,9 +299,9 @@ class DecodeCase:
             assert error <= 2 * usual + 1e-6, (s, n, error, usual)
             worst = max(worst, (error / usual.clamp(min=1e-6)).item())
             torch.testing.assert_close(self.lse[s].double(), logits.logsumexp(-1).flatten(), atol=1e-3, rtol=1e-4)
-            if self.rep_at[s] is not None and n % BLOCK == 0:
+            if self.rep_at[s] is not None and n % self.span == 0:
                 rep = self.r[self.rep_at[s]].float()
-                exact_rep = representatives(self.ks[s], self.fs[s], self.lam)[-1]
+                exact_rep = representatives(self.ks[s], self.fs[s], self.lam, self.parts)[-1]
                 step = 2.0**-8 if self.dtype == torch.bfloat16 else 2.0**-11
                 assert ((rep - exact_rep).abs() <= step * exact_rep.abs() * 1.01 + 1e-6).all()
         return differing, worst
@@ -323,6 +329,16 @@ DECODE_CASES = {
     "dense_below": dict(lens=(3000, 2048, 2049, 6000), dense_below=2048),
     "long": dict(lens=(600000,), q_heads=4, kv_heads=2, page_size=1024),
     "all_scores_equal": dict(lens=(30000,), sharpness=0),
+    "parts_2": dict(lens=(5000, 0, 33, 4096, 1024, 657, 7), page_size=64, max_kv_len=9000, parts=2),
+    "parts_4": dict(lens=(16000, 400, 2012), q_heads=12, kv_heads=2, parts=4),
+    "parts_8": dict(lens=(5000, 3008, 2002), dim=64, q_heads=9, kv_heads=3, parts=8),
+    "parts_8_contiguous": dict(lens=(4000, 1, 15, 16, 17, 700, 2048), page_size=0, parts=8),
+    "parts_4_group_16": dict(lens=(7000, 9000), q_heads=16, kv_heads=1, parts=4, dtype=torch.float16),
+    "parts_2_page_of_one_block": dict(lens=(3000, 2999), page_size=16, parts=2),
+    "parts_8_k_64": dict(lens=(40000, 2000), top_k=64, parts=8),
+    "parts_4_maximum": dict(lens=(8000,), reduce=GROUP_MAX, parts=4),
+    "parts_8_long": dict(lens=(600000,), q_heads=4, kv_heads=2, page_size=1024, parts=8),
+    "parts_4_all_scores_equal": dict(lens=(30000,), sharpness=0, parts=4),
 }
 
 
@@ -339,7 +355,7 @@ def test_decode_matches_the_reference_and_repeats_its_bits(name):
     torch.cuda.synchronize()
     for a, b in zip(first, (case.out, case.lse, case.selection), strict=True):
         assert torch.equal(a, b)
-    if name == "all_scores_equal":
+    if name.endswith("all_scores_equal"):
         assert (case.selection == torch.arange(8, 24, device="cuda")).all()
 
 
@@ -347,10 +363,11 @@ def test_decode_matches_the_reference_and_repeats_its_bits(name):
     sharpness=[30, 300, 3000],
     reduce=[GROUP_SUM, GROUP_MAX],
     heads=[(4, 4, 128), (12, 2, 128), (9, 3, 64), (16, 1, 64)],
+    parts=[1, 4],
 )
-def test_decode_ranks_scores_further_apart_than_f32_reaches(sharpness, reduce, heads):
+def test_decode_ranks_scores_further_apart_than_f32_reaches(sharpness, reduce, heads, parts):
     q_heads, kv_heads, dim = heads
-    shape = dict(q_heads=q_heads, kv_heads=kv_heads, dim=dim, init=16, local=64, top_k=12)
+    shape = dict(q_heads=q_heads, kv_heads=kv_heads, dim=dim, init=16, local=64, top_k=12, parts=parts)
     case = DecodeCase(lens=(4000, 1501, 40000), sharpness=sharpness, reduce=reduce, **shape)
     case.run()
     torch.cuda.synchronize()
@@ -377,9 +394,10 @@ def test_decode_of_a_sequence_has_the_same_bits_in_any_batch():
     assert torch.equal(alone.out[0], batch.out[1]) and torch.equal(alone.selection[0], batch.selection[1])
 
 
-def test_decode_in_a_graph_follows_the_lengths():
+@over(parts=[1, 8])
+def test_decode_in_a_graph_follows_the_lengths(parts):
     """One graph, replayed while the sequences grow token by token over a block's end."""
-    long = DecodeCase(lens=(3010, 1500), seed=3)
+    long = DecodeCase(lens=(3010, 1500), seed=3, parts=parts)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

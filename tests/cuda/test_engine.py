@@ -288,7 +288,7 @@ def test_every_command_that_loads_a_model_runs_on_the_gpu():
     needles = ["--lengths", "1k", "--samples", 4, "--haystack", TEXT, "--out", out / "some-needles.jsonl"]
     on_gpu("niah", *sparse, *needles)
     assert len((out / "some-needles.jsonl").read_text().splitlines()) == 5
-    parts = ["--parts", "speed,perplexity,recall", "--lengths", 700, "--depths", 300, "-n", 4, "-r", 1, "-f", text]
+    parts = ["--sections", "speed,perplexity,recall", "--lengths", 700, "--depths", 300, "-n", 4, "-r", 1, "-f", text]
     on_gpu("compare", "--attention", "dense,phsa", "-K", 4, *parts, "--out", out / "report")
     assert (out / "report/report.html").exists()
 

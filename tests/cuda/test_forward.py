@@ -46,6 +46,28 @@ CASES = {
     "group_maximum": (8, 2, 128, [(1400, 1400)], dict(init=16, local=64, top_k=6, group_reduce="max")),
     "each_head_chooses": (8, 2, 128, [(1400, 1400)], dict(init=16, local=64, top_k=6, group_reduce="none")),
     "scores_wanted": (8, 4, 128, [(1400, 1400)], dict(init=16, local=64, top_k=6, want_scores=True)),
+    "parts_2": (16, 8, 128, [(3000, 3000)], dict(parts=2, init=32, local=256, top_k=8)),
+    "parts_4": (12, 2, 128, [(2100, 2100)], dict(parts=4, init=32, local=128)),
+    "parts_8": (9, 3, 64, [(2500, 2500)], dict(parts=8, init=16, local=128)),
+    "parts_8_long": (4, 2, 128, [(9000, 9000)], dict(parts=8, init=16, local=128)),
+    "parts_2_of_64": (32, 8, 64, [(1500, 1500)], dict(parts=2, init=16, local=64, top_k=5)),
+    "parts_4_group_1": (4, 4, 128, [(1700, 1700)], dict(parts=4, init=16, local=64, top_k=5)),
+    "parts_8_group_1": (2, 2, 128, [(3700, 3700)], dict(parts=8, init=16, local=64, top_k=12)),
+    "parts_4_group_16": (16, 1, 128, [(900, 900)], dict(parts=4, init=0, local=0, top_k=3)),
+    "parts_8_top_k_64": (4, 2, 128, [(6000, 6000)], dict(parts=8, init=16, local=32, top_k=64)),
+    "parts_4_batch_of_lengths": (
+        8,
+        4,
+        128,
+        [(1, 1), (300, 300), (17, 900), (1, 2222), (1111, 1111), (500, 1503)],
+        dict(parts=4, init=16, local=64, top_k=6),
+    ),
+    "parts_2_pages": (8, 4, 128, [(700, 700), (129, 1500), (1, 333)], dict(parts=2, init=16, local=64, page_size=64)),
+    "parts_8_pages": (8, 4, 128, [(700, 700), (129, 1500), (1, 333)], dict(parts=8, init=16, local=64, page_size=48)),
+    "parts_4_maximum": (8, 2, 128, [(1400, 1400)], dict(parts=4, init=16, local=64, top_k=6, group_reduce="max")),
+    "parts_8_each_head": (8, 2, 128, [(1400, 1400)], dict(parts=8, init=16, local=64, top_k=6, group_reduce="none")),
+    "parts_2_scores_wanted": (8, 4, 128, [(1400, 1400)], dict(parts=2, init=16, local=64, top_k=6, want_scores=True)),
+    "parts_8_scores_wanted": (8, 4, 128, [(1400, 1400)], dict(parts=8, init=16, local=64, top_k=6, want_scores=True)),
 }
 
 
@@ -80,27 +102,27 @@ def test_forward_matches_the_reference(name, dtype, architecture):
         assert torch.equal(a, b)
 
 
-@over(architecture=ARCHITECTURES, top_k=[9, 16, 40])
-def test_equal_scores_go_to_the_lower_blocks(architecture, top_k):
+@over(architecture=ARCHITECTURES, top_k=[9, 16, 40], parts=[1, 2, 4, 8])
+def test_equal_scores_go_to_the_lower_blocks(architecture, top_k, parts):
     LIBRARY.phsa_cuda_set_architecture(architecture)
     lens = [(5000, 5000)]
     q, k, v, _ = fk.make_inputs(lens, 4, 2, 128, torch.bfloat16)
     k[:] = k[:1]  # every block is the same
-    f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=top_k)
+    f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=top_k, parts=parts)
     f.run()
     last = f.selection[4999]
     assert (last == torch.arange(2, 2 + top_k, device="cuda")).all()
 
 
-@over(architecture=ARCHITECTURES, heads=[(4, 4), (4, 2), (12, 2)])
-def test_of_two_equal_blocks_the_lower_is_chosen_first(architecture, heads):
+@over(architecture=ARCHITECTURES, heads=[(4, 4), (4, 2), (12, 2)], parts=[1, 2, 4, 8])
+def test_of_two_equal_blocks_the_lower_is_chosen_first(architecture, heads, parts):
     """With an odd K the last place is often contested by two equal blocks."""
     LIBRARY.phsa_cuda_set_architecture(architecture)
     lens = [(4096, 4096)]
     q, k, v, _ = fk.make_inputs(lens, *heads, 128, torch.bfloat16)
     blocks = k.view(-1, 2, fk.BLOCK, heads[1], 128)
     blocks[:, 1] = blocks[:, 0]
-    f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=7)
+    f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=7, parts=parts)
     f.run()
     lists = f.selection[1024:]
     chosen = torch.zeros(*lists.shape[:2], 256, dtype=torch.bool, device="cuda").scatter_(2, lists.long(), True)
@@ -140,8 +162,8 @@ def test_scores_far_above_the_first_ones_are_weighed_right(architecture, dtype):
     assert (f.lse[queries] - lse).abs().max() < 2e-2
 
 
-@over(architecture=ARCHITECTURES, heads=[(4, 2), (8, 2), (16, 1)])
-def test_bounds_far_above_the_scores_lose_no_block(architecture, heads):
+@over(architecture=ARCHITECTURES, heads=[(4, 2), (8, 2), (16, 1)], parts=[1, 2, 8])
+def test_bounds_far_above_the_scores_lose_no_block(architecture, heads, parts):
     """Each head of a group likes another one of neighbouring blocks: together they look better than any block is."""
     LIBRARY.phsa_cuda_set_architecture(architecture)
     heads_q, heads_kv = heads
@@ -156,7 +178,7 @@ def test_bounds_far_above_the_scores_lose_no_block(architecture, heads):
     q *= 0.1
     for h in range(heads_q):
         q[:, h, h % group] += 6
-    f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=16)
+    f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=16, parts=parts)
     f.run()
     checked, _, gap = fk.check_selection(f, 0, range(length - 40, length, 5))
     assert checked == 8 * heads_kv and gap < 1
@@ -167,8 +189,9 @@ def test_bounds_far_above_the_scores_lose_no_block(architecture, heads):
     highest=["end", "middle", "beginning"],
     heads=[(4, 2), (12, 2)],
     growing=["half of the heads", "all heads"],
+    parts=[1, 4],
 )
-def test_scores_that_keep_growing_are_ranked_right(architecture, highest, heads, growing):
+def test_scores_that_keep_growing_are_ranked_right(architecture, highest, heads, growing, parts):
     """What the kernels keep of blocks is relative to scores that are left far behind, time and again. Where all heads
     agree, most blocks' scores are no numbers of f32.
 
@@ -185,7 +208,7 @@ def test_scores_that_keep_growing_are_ranked_right(architecture, highest, heads,
     q *= 0.2
     # 150 powers of two from the lowest block to the highest; the other heads hardly mind
     q[:, :: 2 if growing.startswith("half") else 1, 0] += 100
-    f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=16)
+    f = fk.Forward(LIBRARY, q, k, v, lens, init=32, local=64, top_k=16, parts=parts)
     f.run()
     checked, differing, gap = fk.check_selection(f, 0, range(0, length, 601))
     assert checked > 30 and gap < 1, f"{differing} of {checked} lists differ, by up to {gap} times what rounding allows"
@@ -196,15 +219,16 @@ def test_scores_that_keep_growing_are_ranked_right(architecture, highest, heads,
     heads=[(4, 4, 128), (4, 2, 128), (9, 3, 64), (12, 2, 128), (16, 1, 64)],
     group_reduce=["sum", "max", "none"],
     sharpness=[30, 300, 3000],
+    parts=[1, 2, 8],
 )
-def test_scores_further_apart_than_f32_reaches_are_ranked_right(architecture, heads, group_reduce, sharpness):
+def test_scores_further_apart_than_f32_reaches_are_ranked_right(architecture, heads, group_reduce, sharpness, parts):
     """Up to thousands of powers of two between neighbouring blocks: all but a few softmax values are zero in f32."""
     LIBRARY.phsa_cuda_set_architecture(architecture)
     heads_q, heads_kv, dim = heads
     lens = [(2600, 2600), (70, 1900)]
     q, k, v, flags = fk.make_inputs(lens, heads_q, heads_kv, dim, torch.bfloat16)
     q *= sharpness
-    settings = dict(init=16, local=64, top_k=12, group_reduce=group_reduce, flags=flags)
+    settings = dict(init=16, local=64, top_k=12, group_reduce=group_reduce, flags=flags, parts=parts)
     f = fk.Forward(LIBRARY, q, k, v, lens, want_scores=sharpness == 300, **settings)
     f.run()
     for s, (q_len, _) in enumerate(lens):
@@ -215,8 +239,8 @@ def test_scores_further_apart_than_f32_reaches_are_ranked_right(architecture, he
     assert torch.equal(f.selection, want)
 
 
-@over(architecture=ARCHITECTURES, top_k=[3, 16, 64])
-def test_tiny_scores_far_behind_a_large_one_are_ranked_right(architecture, top_k):
+@over(architecture=ARCHITECTURES, top_k=[3, 16, 64], parts=[1, 4])
+def test_tiny_scores_far_behind_a_large_one_are_ranked_right(architecture, top_k, parts):
     """One local block has all of the softmax; what is chosen has scores of e^-1000 and less, and equal ones go to the
     lower block."""
     LIBRARY.phsa_cuda_set_architecture(architecture)
@@ -228,7 +252,7 @@ def test_tiny_scores_far_behind_a_large_one_are_ranked_right(architecture, top_k
     k[1600:1616] = k[3200:3216]  # blocks 100 and 200 are alike
     k[1600:1616, :, 0] += 1
     k[3200:3216, :, 0] += 1
-    f = fk.Forward(LIBRARY, q, k, v, lens, init=16, local=64, top_k=top_k)
+    f = fk.Forward(LIBRARY, q, k, v, lens, init=16, local=64, top_k=top_k, parts=parts)
     f.run()
     checked, differing, gap = fk.check_selection(f, 0, range(5984, 6000))
     assert checked == 32 and gap < 1, (
@@ -238,12 +262,12 @@ def test_tiny_scores_far_behind_a_large_one_are_ranked_right(architecture, top_k
     assert ((chosen == 100).any(-1) >= (chosen == 200).any(-1)).all()
 
 
-@over(architecture=ARCHITECTURES)
-def test_a_query_that_is_no_number_harms_no_other(architecture):
+@over(architecture=ARCHITECTURES, parts=[1, 4])
+def test_a_query_that_is_no_number_harms_no_other(architecture, parts):
     LIBRARY.phsa_cuda_set_architecture(architecture)
     lens = [(4096, 4096)]
     q, k, v, flags = fk.make_inputs(lens, 4, 2, 128, torch.bfloat16)
-    f = fk.Forward(LIBRARY, q, k, v, lens, flags=flags, init=32, local=64, top_k=8)
+    f = fk.Forward(LIBRARY, q, k, v, lens, flags=flags, init=32, local=64, top_k=8, parts=parts)
     f.run()
     want = f.selection.clone()
     q[3000, 1] = float("nan")
@@ -291,13 +315,32 @@ def test_error_is_at_most_twice_that_of_dense_attention(architecture):
     assert error <= 2 * error_dense
 
 
-def test_too_many_chosen_blocks_are_refused_by_name():
+@over(architecture=ARCHITECTURES, parts=[2, 4, 8])
+def test_representatives_written_in_chunks_have_the_bits_of_one_pass(architecture, parts):
+    """Also where a chunk ends inside a block: its first parts are written then, the others with their last tokens."""
+    LIBRARY.phsa_cuda_set_architecture(architecture)
+    lens = [(1000, 1000)]
+    q, k, v, flags = fk.make_inputs(lens, 4, 2, 128, torch.bfloat16)
+    whole = fk.Forward(LIBRARY, q, k, v, lens, flags=flags, init=16, local=64, top_k=4, parts=parts, page_size=64)
+    whole.represent()
+    want = whole.rep_rows(0).clone()
+    whole.reps.fill_(float("nan"))
+    for begin, end in ((0, 3), (3, 17), (17, 24), (24, 500), (500, 1000)):
+        whole.d_kv_lens.fill_(end)
+        whole.cu_q[1] = end - begin
+        whole._call(LIBRARY.phsa_cuda_represent, 0)
+    torch.cuda.synchronize()
+    assert torch.equal(whole.rep_rows(0), want)
+
+
+@over(name=["top_k", "parts"])
+def test_what_the_kernels_do_not_take_is_refused_by_name(name):
     lens = [(64, 64)]
     q, k, v, _ = fk.make_inputs(lens, 2, 1, 128, torch.bfloat16)
     try:
-        fk.Forward(LIBRARY, q, k, v, lens, top_k=65)
+        fk.Forward(LIBRARY, q, k, v, lens, **{name: {"top_k": 65, "parts": 3}[name]})
     except ValueError as error:
-        assert "top_k" in str(error)
+        assert name in str(error)
     else:
         raise AssertionError("not refused")
 

@@ -2,11 +2,12 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from conftest import ROOT, run_phsa
 from test_cli import write_gguf
-from test_server import Server
+from test_server import Server, write_docx
 from webdriver import Browser, missing
 
 pytest.importorskip("gguf")
@@ -44,6 +45,25 @@ def chromium(tmp_path_factory):
     browser.close()
 
 
+def write_pdf(*pages):
+    """A PDF with a line of text on each page."""
+    kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
+    objects = ["<</Type/Catalog/Pages 2 0 R>>", f"<</Type/Pages/Kids[{kids}]/Count {len(pages)}>>"]
+    objects.append("<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>")
+    for i, text in enumerate(pages):
+        stream = f"BT /F1 12 Tf 72 700 Td ({text}) Tj ET"
+        used = f"/Resources<</Font<</F1 3 0 R>>>>/Contents {5 + 2 * i} 0 R"
+        objects.append(f"<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]{used}>>")
+        objects.append(f"<</Length {len(stream)}>>stream\n{stream}\nendstream")
+    data, offsets = "%PDF-1.4\n", []
+    for i, text in enumerate(objects):
+        offsets.append(len(data))
+        data += f"{i + 1} 0 obj{text}endobj\n"
+    table = "".join(f"{offset:010d} 00000 n \n" for offset in offsets)
+    end = f"trailer<</Size {len(objects) + 1}/Root 1 0 R>>\nstartxref\n{len(data)}\n%%EOF"
+    return f"{data}xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}{end}".encode()
+
+
 class Page:
     """What a user does with the page."""
 
@@ -59,14 +79,20 @@ class Page:
         return self
 
     def switch(self, attention, **numbers):
-        self.browser.run("document.querySelector('details').open = true")
+        """Greedy unless told."""
+        self.browser.run("document.querySelector('#more').open = true")
         self.browser.click(f"fieldset label:has([value={attention}])")
-        for name, value in numbers.items():
+        for name, value in {"temperature": 0, **numbers}.items():
             self.browser.type("#" + name.replace("_", "-"), str(value))
 
     def attach(self, path):
+        count = self.browser.run("document.querySelectorAll('#documents .tokens').length")
         self.browser.upload("#document-file", path)
-        self.browser.wait("/^[\\d,]+ tokens/.test(document.querySelector('#document-tokens').textContent)")
+        self.browser.wait(
+            "(chips => chips.length === arguments[0] && chips.every(e => /^[\\d,]+ tokens/.test(e.textContent)))"
+            "([...document.querySelectorAll('#documents .tokens')])",
+            args=[count + 1],
+        )
 
     def ask(self, question):
         self.browser.type("#question", question)
@@ -81,7 +107,11 @@ class Page:
         return self.browser.text("#problem")
 
     def answers(self):
-        return self.browser.run("[...document.querySelectorAll('.said')].map(e => e.textContent)")
+        """Their texts, as their buttons copy them."""
+        self.browser.run("(navigator.clipboard.writeText = async text => { (window.copied ??= []).push(text); }, 0)")
+        return self.browser.run(
+            "(window.copied = [], document.querySelectorAll('.copy').forEach(e => e.click()), window.copied)"
+        )
 
     def explore(self):
         self.browser.click(".turn:last-of-type .answer-card:last-child .explore")
@@ -135,7 +165,7 @@ def test_a_document_is_asked_about_and_the_conversation_goes_on(page, document):
     page.switch("phsa", **SMALL, max_tokens=8)
     page.attach(document)
     text = DOCUMENT.strip()
-    assert browser.text("#document-tokens") == f"{server.post('/tokenize', content=text)['count']} tokens"
+    assert browser.text("#documents .tokens") == f"{server.post('/tokenize', content=text)['count']} tokens"
     page.ask("Who?")
     messages = [{"role": "user", "content": text + "\n\nWho?"}]
     settings = {"attention": "phsa", **SMALL}
@@ -144,13 +174,13 @@ def test_a_document_is_asked_about_and_the_conversation_goes_on(page, document):
     said = expected["choices"][0]["message"]["content"]
     assert page.answers() == [said]
     assert re.fullmatch(
-        r"first token [\d.]+ s · reads [\d,.]+ tokens/s · writes [\d,.]+ tokens/s · [\d.]+ % read",
+        r"first token [\d.]+ s · prefill [\d,.]+ tokens/s · decode [\d,.]+ tokens/s · [\d.]+ % read",
         browser.text(".answer-card footer p"),
     )
     assert browser.text("#said").startswith("Answer complete")
     (row,) = browser.texts("#compare tr")
     assert row.split("\t")[:3] == ["PHSA", "2", str(expected["usage"]["prompt_tokens"])]
-    assert 0 < float(row.split("\t")[6].removesuffix(" %")) < 100
+    assert 0 < float(row.split("\t")[7].removesuffix(" %")) < 100
 
     page.ask("And then?")
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
@@ -177,15 +207,15 @@ def test_a_document_can_be_dropped_and_pasted(page):
     browser.run(hand_over, "dragover", "hive.txt", DOCUMENT)
     assert browser.run("!document.querySelector('#drop').hidden")
     browser.run(hand_over, "drop", "hive.txt", DOCUMENT)
-    browser.wait("document.querySelector('#document-tokens').textContent === '499 tokens'")
-    assert browser.text("#document-name") == "hive.txt" and browser.run("document.querySelector('#drop').hidden")
-    browser.click("#document-remove")
-    browser.wait("document.querySelector('#document').hidden")
+    browser.wait("document.querySelector('#documents .tokens')?.textContent === '499 tokens'")
+    assert browser.text("#documents .name") == "hive.txt" and browser.run("document.querySelector('#drop').hidden")
+    browser.click("#documents .remove")
+    browser.wait("document.querySelector('#documents').hidden")
     browser.run(hand_over, "paste", "", "short")
-    assert browser.run("document.querySelector('#document').hidden")
+    assert browser.run("document.querySelector('#documents').hidden")
     browser.run(hand_over, "paste", "", "long " * 500)
-    browser.wait("document.querySelector('#document-tokens').textContent === '2,499 tokens'")
-    assert browser.text("#document-name") == "pasted text"
+    browser.wait("document.querySelector('#documents .tokens')?.textContent === '2,499 tokens'")
+    assert browser.text("#documents .name") == "pasted text"
 
 
 def test_the_switch_says_how_each_request_is_read(page, document):
@@ -203,16 +233,18 @@ def test_the_switch_says_how_each_request_is_read(page, document):
     page.done()
     budgets = {"init": 16, "local": 32}
     bodies = sent(browser, "/v1/chat/completions")
+    told = {"progress": True, "sources": True}
     assert [body["phsa"] for body in bodies] == [
-        {"attention": "phsa", "top_k": 2, "lambda": 0.75, **budgets},
-        {"attention": "infllm2", "top_k": 3, **budgets},
-        {"attention": "dense"},
+        {"attention": "phsa", "top_k": 2, "lambda": 0.75, **budgets, **told},
+        {"attention": "infllm2", "top_k": 3, **budgets, **told},
+        told,  # dense is the server's own
     ]
     assert all(body["messages"] == bodies[0]["messages"] for body in bodies)
-    assert browser.texts(".by") == ["PHSA, K 2", "InfLLM v2, K 3", "dense"]
+    used = "init 16, local 32"
+    assert browser.texts(".by") == [f"PHSA, K 2, λ 0.75, {used}", f"InfLLM v2, K 3, {used}", "dense"]
     rows = [row.split("\t") for row in browser.texts("#compare tr")]
     assert [row[:2] for row in rows] == [["dense", "–"], ["InfLLM v2", "3"], ["PHSA", "2"]]
-    shares = [float(row[6].removesuffix(" %")) for row in rows]
+    shares = [float(row[7].removesuffix(" %")) for row in rows]
     assert shares[0] == 100 > shares[1] > shares[2]
     browser.click("#compare-clear")
     assert browser.texts("#compare tr") == []
@@ -220,18 +252,21 @@ def test_the_switch_says_how_each_request_is_read(page, document):
 
 def test_what_the_user_left_alone_is_left_to_the_model(chromium, tmp_path):
     settings = {"attention": "phsa", "top_k": 3, "lambda": 0.5, "init_tokens": 16, "local_tokens": 32}
-    with Server(write_gguf(tmp_path / "carrying.gguf", context=CONTEXT, phsa_settings=settings)) as server:
+    with Server(write_gguf(tmp_path / "carrying.gguf", context=CONTEXT, phsa_settings=settings), "-n", 6) as server:
         page = Page(chromium, server).loaded()
-        page.browser.run("document.querySelector('details').open = true")
-        page.browser.type("#max-tokens", "3")
         page.ask("Who?")
+        page.browser.run("document.querySelector('#more').open = true")
+        page.browser.type("#max-tokens", "3")
         page.browser.type("#top-k", "5")
         page.ask("Who?")
-        assert [body["phsa"] for body in sent(chromium, "/v1/chat/completions")] == [
-            {"attention": "phsa"},
-            {"attention": "phsa", "top_k": 5},
-        ]
-        assert page.browser.run("document.querySelector('#lambda').placeholder") == "0.5"
+        first, second = sent(chromium, "/v1/chat/completions")
+        assert first["phsa"] == {"progress": True} and not {"max_tokens", "temperature"} & set(first)
+        assert second["phsa"] == {"top_k": 5, "progress": True} and second["max_tokens"] == 3
+        placeholders = (
+            "['lambda', 'local', 'max-tokens', 'temperature'].map(id => document.getElementById(id).placeholder)"
+        )
+        assert page.browser.run(placeholders) == ["0.5", "32", "6", "0.8"]
+        assert page.browser.texts(".by")[0] == "PHSA, K 3, λ 0.5, init 16, local 32"
         assert [row.split("\t")[1] for row in page.browser.texts("#compare tr")] == ["5", "3"]
 
 
@@ -262,6 +297,7 @@ def test_the_explorer_shows_what_inspect_says(smollm2_page):
     smollm2_page.ask("Who built the lighthouse?")
     smollm2_page.explore()
     (asked,) = sent(browser, "/inspect")
+    assert asked.pop("stream")
     found = smollm2_page.server.post("/inspect", **asked)
     queries = found["queries"][:-1]  # nothing was written after the last token
     chips = browser.run("[...document.querySelectorAll('.queries button')].map(e => e.textContent)")
@@ -370,7 +406,7 @@ def test_what_the_server_refuses_is_one_sentence_and_the_question_stays(page, do
     )
     assert page.problem() == expected["error"]["message"]
     assert page.answers() == [] and browser.run("document.querySelector('#question').value") == "Who?"
-    assert browser.text("#document-name") == "hive.txt"
+    assert browser.text("#documents .name") == "hive.txt"
     page.switch("phsa", **SMALL, max_tokens=2)
     browser.click("#send")
     page.done()
@@ -381,9 +417,9 @@ def test_documents_that_cannot_be_read_are_told(page, tmp_path):
     browser = page.browser
     files = {
         "long.txt": (b"word " * 3000, "14,999 tokens", "9,216"),
-        "picture.png": (b"\x89PNG\r\n\x1a\n\xff\xfe", "not a text"),
-        "zeros.txt": (b"a\0b", "not a text"),
-        "empty.txt": (b"  \n", "empty"),
+        "picture.png": (b"\x89PNG\r\n\x1a\n\xff\xfe", "not UTF-8"),
+        "zeros.txt": (b"a\0b", "neither text nor a PDF"),
+        "empty.txt": (b"  \n", "no text"),
     }
     for name, (data, *words) in files.items():
         (tmp_path / name).write_bytes(data)
@@ -391,6 +427,7 @@ def test_documents_that_cannot_be_read_are_told(page, tmp_path):
         browser.wait(f"document.querySelector('#problem').textContent.startsWith({json.dumps(name)})")
         for word in words:
             assert word in page.problem()
+        browser.run("document.querySelectorAll('#documents .remove').forEach(e => e.click())")
     browser.upload("#document-file", tmp_path / "long.txt")
     browser.wait("document.querySelector('#problem').textContent.startsWith('long.txt')")
     browser.type("#question", "Who?")
@@ -418,6 +455,7 @@ def test_a_server_that_is_gone_or_wants_a_key_is_told(chromium, tiny):
         chromium.wait("!document.querySelector('#key-form').hidden")
         chromium.type("#key", "wrong")
         chromium.press("Enter")
+        chromium.wait("document.querySelector('#key-label').textContent.startsWith('This key is wrong')")
         chromium.wait("document.activeElement.id === 'key'")
         chromium.type("#key", "secret")
         chromium.press("Enter")
@@ -427,6 +465,451 @@ def test_a_server_that_is_gone_or_wants_a_key_is_told(chromium, tiny):
         assert len(page.answers()) == 1
     page.ask("And now?")
     assert "cannot be reached" in page.problem()
+
+
+def test_a_prefill_tells_how_far_it_is_and_the_explorer_can_be_stopped(smollm2_page, tmp_path):
+    browser = smollm2_page.browser
+    long = tmp_path / "long.txt"
+    long.write_text((ROOT / "bench/data/from_sand_hill_to_pine.txt").read_text()[:24000])
+    smollm2_page.switch("dense", max_tokens=4)
+    browser.run("document.querySelector('#want-sources').click()")
+    smollm2_page.attach(long)
+    progress = "document.querySelector('.progress .soft')?.textContent ?? ''"
+    foreseen = "/^prefill: [\\d,]+ of [\\d,]+ tokens, (less than 1|\\d+) s left$/.test(" + progress + ")"
+    browser.type("#question", "Who?")
+    browser.click("#send")
+    browser.wait(foreseen, 60)
+    bar = browser.run("(e => [e.value, e.max])(document.querySelector('.progress progress'))")
+    assert 0 < bar[0] < bar[1]
+    # Stopped before anything was said, the question and its document are where they were.
+    browser.press("Escape")
+    smollm2_page.done()
+    assert smollm2_page.answers() == [] and browser.run("document.querySelector('#question').value") == "Who?"
+    assert browser.text("#documents .name") == "long.txt"
+    browser.click("#send")
+    smollm2_page.done()
+    (body, again) = sent(browser, "/v1/chat/completions")
+    assert body == again and body["phsa"] == {"progress": True}
+
+    # Dense attention chose nothing: the text is read again, as PHSA reads it.
+    browser.click(".explore")
+    browser.wait(foreseen, 60)
+    browser.click("#explore-stop")
+    browser.wait("!document.querySelector('#explore-again').hidden")
+    assert browser.text("#explore-note") == "Stopped."
+    browser.click("#explore-again")
+    smollm2_page.explored()
+    assert browser.run("document.querySelector('#explore-stop').hidden")
+    # What was shown once is shown again without asking.
+    sent(browser, "/inspect")
+    browser.choose("#explore-as", "infllm2")
+    smollm2_page.explored()
+    browser.choose("#explore-as", "phsa")
+    smollm2_page.explored()
+    browser.choose("#explore-as", "infllm2")
+    smollm2_page.explored()
+    assert [body["phsa"]["attention"] for body in sent(browser, "/inspect")] == ["infllm2"]
+
+
+def test_steps_of_a_prefill_that_are_told_at_once_foresee_nothing(page):
+    browser = page.browser
+    browser.run("(import('/progress.js').then(found => { window.progress = found; }), 0)")
+    browser.wait("window.progress")
+    line = browser.run("""(() => {
+      const now = performance.now;
+      performance.now = () => 5000;
+      const shown = window.progress.createProgress();
+      for (const done of [0, 512, 512]) shown.take({ done, total: 2000 });
+      performance.now = now;
+      return shown.element.textContent;
+    })()""")
+    assert line == "prefill: 512 of 2,000 tokens, 0.0 s"
+
+
+def test_sentences_lead_to_passages_and_passages_to_the_words_that_used_them(smollm2_page, tmp_path):
+    browser, server = smollm2_page.browser, smollm2_page.server
+    smollm2_page.switch("dense", max_tokens=60)
+    lighthouse, other = ROOT / "bench/data/lighthouse.txt", tmp_path / "bees \U0001f41d.txt"
+    other.write_text("\U0001f41d A hive has one queen. " * 9)
+    smollm2_page.attach(other)
+    smollm2_page.attach(lighthouse)
+    smollm2_page.ask("Who built the lighthouse of Port Amsel, and what are its walls made of?")
+    texts = [other.read_text().strip(), lighthouse.read_text().strip()]
+    said = "".join(f"File: {path.name}\n\n{text}\n\n" for path, text in zip((other, lighthouse), texts, strict=True))
+    asked = {
+        "role": "user",
+        "content": said + "Who built the lighthouse of Port Amsel, and what are its walls made of?",
+    }
+    options = {"temperature": 0, "max_tokens": 60, "phsa": {"sources": True}}
+    found = server.post("/v1/chat/completions", messages=[asked], **options)
+    sources = found["phsa"]["sources"]
+    answer = found["choices"][0]["message"]["content"]
+    assert smollm2_page.answers() == [answer] and len(sources) > 1
+    assert browser.run("[...document.querySelectorAll('.source .quote')].map(e => e.textContent)") == [
+        re.sub(r"\s+", " ", source["text"]) for source in sources
+    ]
+    line = texts[1][: texts[1].index(sources[0]["text"])].count("\n") + 1
+    assert browser.texts(".source .place")[0] == f"lighthouse.txt, line {line}"
+
+    def words(source):
+        return [answer[use["start"] : use["end"]].strip() for use in source["used_by"]]
+
+    def shown():
+        assert browser.text("#reader-name") == "lighthouse.txt"
+        assert browser.run("document.querySelector('#reader-text').textContent") == texts[1]
+        lit = browser.run("[...document.querySelectorAll('.lit')].map(e => e.textContent).join('')")
+        return browser.run("document.querySelector('mark[aria-pressed=true]').textContent"), lit
+
+    browser.click(".source")
+    passage, lit = shown()
+    assert passage == sources[0]["text"] and lit.replace(" ", "") == "".join(words(sources[0])).replace(" ", "") != ""
+    marks = browser.run("[...document.querySelectorAll('mark')].map(e => e.textContent)")
+    assert sorted(marks) == sorted(source["text"] for source in sources)
+    # From a passage to its words, with the mouse and with the keyboard.
+    index = next(i for i, source in enumerate(sources) if i > 0 and source["used_by"])
+    browser.click(f'mark[data-index="{index}"]')
+    passage, lit = shown()
+    assert passage == sources[index]["text"] and lit.replace(" ", "") == "".join(words(sources[index])).replace(" ", "")
+    browser.press("Escape")
+    assert browser.run("document.querySelector('#reader').hidden")
+    browser.run("[...document.querySelectorAll('.source')].find(e => e.tabIndex === 0).focus()")
+    browser.press("Enter")
+    opened = browser.run("document.querySelector('mark[aria-pressed=true]').textContent")
+    assert browser.run("document.activeElement.textContent") == opened
+    browser.press("ArrowRight")
+    browser.press("Enter")
+    assert shown()[0] == browser.run("document.activeElement.textContent") != opened
+    browser.press("Escape")
+    assert browser.run("document.activeElement.className") == "source"
+    # From a sentence to its passage.
+    number = int(browser.text(".cite"))
+    browser.click(".cite")
+    assert shown()[0] == sources[number - 1]["text"]
+    inside = """(() => {
+      const mark = document.querySelector("mark[aria-pressed=true]").getBoundingClientRect();
+      const box = document.querySelector("#reader-text").getBoundingClientRect();
+      return mark.top < box.bottom && mark.bottom > box.top;
+    })()"""
+    assert browser.run(inside)
+    browser.press("Escape")
+    assert browser.run("document.querySelector('#reader').hidden && document.querySelectorAll('.lit').length") == 0
+
+
+def test_a_model_without_a_chat_template_goes_on_with_the_text_and_has_sources_too(chromium, tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setattr(gguf.GGUFWriter, "add_chat_template", lambda *_: None)
+    path = tmp_path / "hive.txt"
+    path.write_text("  The hive is old. It has one queen; nobody saw her yet. Bees come and go all day.")
+    with Server(write_gguf(tmp_path / "bare.gguf", context=CONTEXT), "--weights", "f32", "-n", 7) as server:
+        page = Page(chromium, server).loaded()
+        page.switch("dense")
+        page.ask("Hello?")
+        page.attach(path)
+        page.ask("Who?")
+        first, second = sent(chromium, "/v1/completions")
+        assert first["prompt"] == "Hello?" and first["max_tokens"] == second["max_tokens"] == 7
+        said = page.answers()[0]
+        assert second["prompt"] == f"Hello?\n\n{said}\n\n{path.read_text().strip()}\n\nWho?"
+        found = server.post("/v1/completions", **{**second, "stream": False, "stream_options": None})
+        passages = [source["text"] for source in found["phsa"]["sources"] if source["text"] in path.read_text()]
+        assert (
+            chromium.run("[...document.querySelectorAll('.source .quote')].map(e => e.textContent)") == passages != []
+        )
+        chromium.click(".source")
+        assert chromium.run("document.querySelector('mark[aria-pressed=true]').textContent") == passages[0]
+
+
+def test_one_of_several_models_is_chosen(page, document):
+    """As a server of several lists them; this one answers to every name."""
+    browser = page.browser
+    twice = """(() => {
+      const ask = window.fetch;
+      window.fetch = async (path, options) => {
+        const answer = await ask(path, options);
+        if (path !== "v1/models") return answer;
+        const found = await answer.json(), other = structuredClone(found.data[0]);
+        Object.assign(other, { id: "other", max_model_len: 600 });
+        other.phsa.settings.top_k = 7;
+        found.data.push(other);
+        return new Response(JSON.stringify(found));
+      };
+    })()"""
+    added = browser.devtools("Page.addScriptToEvaluateOnNewDocument", source=twice)
+    try:
+        browser.go(page.origin)
+        page.loaded()
+        page.switch("dense", max_tokens=3)
+        page.attach(document)
+        page.ask("Who?")
+        browser.choose("#models", "other")
+        browser.wait("/600 tokens/.test(document.querySelector('#model').textContent)")
+        assert browser.run("document.querySelector('#top-k').placeholder") == "7"
+        page.ask("And?")
+        assert [body["model"] for body in sent(browser, "/v1/chat/completions")] == ["tiny", "other"]
+        assert browser.texts(".by") == ["tiny: dense", "other: dense"]
+        browser.choose("#models", "tiny")
+        page.explore()
+        assert [body["model"] for body in sent(browser, "/inspect")] == ["other"]  # whose tokens they are
+        kept = browser.run("location.hash")
+        browser.resize(390, 844, mobile=True)
+        ends = browser.run(
+            "['#models', '#tab-explorer', '#theme'].map(css => "
+            "document.querySelector(css).getBoundingClientRect().right)"
+        )
+        assert all(0 < end <= 390 for end in ends)
+        assert browser.run("(e => e.scrollWidth <= e.clientWidth)(document.querySelector('.tabs'))")
+        browser.resize(1280, 900)
+    finally:
+        browser.devtools("Page.removeScriptToEvaluateOnNewDocument", **added)
+    # Where that model is not served, nobody else explores its tokens.
+    browser.go("about:blank")
+    browser.go(page.origin + kept)
+    browser.wait("document.querySelectorAll('.copy').length === 2")
+    assert browser.texts(".by") == ["dense", "other: dense"]
+    browser.click(".turn:last-of-type .explore")
+    browser.wait("!document.querySelector('#explore-problem').hidden")
+    assert "other" in browser.text("#explore-problem") and sent(browser, "/inspect") == []
+
+
+def test_files_that_are_no_plain_text_are_documents_too(page, tmp_path):
+    browser = page.browser
+    (tmp_path / "keeper.docx").write_bytes(write_docx("The keeper was Jonas.", "He trimmed the wick."))
+    (tmp_path / "page.html").write_text("<html><body><p>The lamp &amp; the oil.</p><script>alert(1)</script>")
+    page.switch("dense", max_tokens=2)
+    for name in ("keeper.docx", "page.html"):
+        page.attach(tmp_path / name)
+    page.ask("Who?")
+    (body,) = sent(browser, "/v1/chat/completions")
+    said = "File: keeper.docx\n\nThe keeper was Jonas.\n\nHe trimmed the wick.\n\n"
+    said += "File: page.html\n\nThe lamp & the oil.\n\nWho?"
+    assert body["messages"] == [{"role": "user", "content": said}]
+    assert browser.texts(".asked .name") == ["keeper.docx", "page.html"]
+    assert browser.run("document.querySelector('#documents').hidden")  # the next question goes without them
+
+
+@pytest.mark.skipif(shutil.which("pdftotext") is None, reason="pdftotext is not here")
+def test_a_source_in_a_pdf_is_named_by_its_page(smollm2_page, tmp_path):
+    browser = smollm2_page.browser
+    pages = ("The harbour is old. Ships come in May.", "The keeper is called Jonas Brandt.", "Bees live in the hive.")
+    (tmp_path / "paper.pdf").write_bytes(write_pdf(*pages))
+    smollm2_page.switch("dense", max_tokens=12)
+    smollm2_page.attach(tmp_path / "paper.pdf")
+    smollm2_page.ask("What is the keeper called?")
+    assert "Brandt" in smollm2_page.answers()[0]
+    found = dict(zip(browser.texts(".source .place"), browser.texts(".source .quote"), strict=True))
+    assert found["paper.pdf, page 2"].startswith(pages[1])
+
+
+def test_all_three_are_asked_and_compared(page, tmp_path):
+    browser = page.browser
+    document = tmp_path / "three.txt"
+    document.write_text("Three ways to read. " * 90)  # nobody has read it before
+    page.switch("phsa", **SMALL, max_tokens=4)
+    page.switch("dense")
+    page.attach(document)
+    browser.type("#question", "Who?")
+    browser.click("#send-all")
+    browser.wait("document.querySelectorAll('.answer-card[aria-busy=false] .copy').length === 3")
+    page.done()
+    ways = [body["phsa"].get("attention", "dense") for body in sent(browser, "/v1/chat/completions")]
+    assert ways == ["dense", "infllm2", "phsa"]
+    rows = [row.split("\t") for row in browser.texts("#compare tr")]
+    assert [row[0] for row in rows] == ["PHSA", "InfLLM v2", "dense"] and rows[2][6] == "–"
+    speeds = [[float(row[at].replace(",", "")) for at in (4, 5)] for row in rows]
+    for row, own in zip(rows[:2], speeds, strict=False):
+        for ratio, value, dense in zip(row[6].split(), own, speeds[2], strict=True):
+            assert float(ratio.removesuffix("×")) == pytest.approx(value / dense, rel=0.2, abs=0.06)
+    lines = browser.run(
+        "[...document.querySelectorAll('.bars')].map(b => [...b.querySelectorAll('.bar-line span:first-child')]"
+        ".map(e => e.textContent))"
+    )
+    assert lines == [["dense", "InfLLM v2", "PHSA"]] * 2
+    widths = browser.run(
+        "[...document.querySelectorAll('.bars')].map(b => [...b.querySelectorAll('i')]"
+        ".map(e => e.getBoundingClientRect().width))"
+    )
+    for kind, own in zip((0, 1), widths, strict=True):
+        fastest = max(speed[kind] for speed in speeds)
+        track = browser.run("document.querySelector('.track').getBoundingClientRect().width")
+        expected = [track * speed[kind] / fastest for speed in reversed(speeds)]
+        assert own == pytest.approx(expected, abs=2)
+
+
+def test_a_question_is_edited_and_what_came_after_it_goes(page, document):
+    browser = page.browser
+    page.switch("dense", max_tokens=3)
+    page.attach(document)
+    for question in ("One?", "Two?", "Three?"):
+        page.ask(question)
+    sent(browser, "/v1/chat/completions")
+    browser.click(".turn:nth-of-type(2) .edit")
+    assert browser.run("document.activeElement.value") == "Two?"
+    assert "1 question" in browser.text(".editing")
+    browser.press("Escape")
+    assert len(page.answers()) == 3 and browser.texts(".question") == ["One?", "Two?", "Three?"]
+    browser.click(".turn:nth-of-type(2) .edit")
+    browser.type(".editing textarea", "Deux?")
+    browser.click(".editing .strong")
+    page.done()
+    browser.wait("document.querySelectorAll('.copy').length === 2")
+    assert browser.texts(".question") == ["One?", "Deux?"]
+    (body,) = sent(browser, "/v1/chat/completions")
+    assert [m["content"] for m in body["messages"]] == [DOCUMENT.strip() + "\n\nOne?", page.answers()[0], "Deux?"]
+    assert browser.run("document.querySelectorAll('#explore-answer option').length") == 2
+
+
+def test_conversations_and_the_theme_are_kept_in_the_browser(smollm2_page):
+    browser = smollm2_page.browser
+    smollm2_page.switch("phsa", top_k=4, init=16, local=64, max_tokens=40)
+    smollm2_page.attach(ROOT / "bench/data/lighthouse.txt")
+    smollm2_page.ask("Who built the lighthouse?")
+    browser.wait("location.hash.length > 1")
+    (said,) = smollm2_page.answers()
+    seen = browser.texts(".answer-card")
+    browser.click("#theme")
+    dark = browser.run("document.documentElement.dataset.theme")
+    browser.go(browser.run("location.href"))
+    browser.run("location.reload()")
+    browser.wait("document.querySelector('.copy')")
+    assert browser.run("document.documentElement.dataset.theme") == dark
+    browser.run("localStorage.removeItem('phsa-theme')")
+    assert smollm2_page.answers() == [said] and browser.texts(".answer-card") == seen
+    assert browser.texts("#compare tr")[0].startswith("PHSA\t4\t")
+    # It goes on from there: sources, explorer, the next question.
+    browser.click(".source")
+    assert browser.text("#reader-name") == "lighthouse.txt"
+    browser.run("document.querySelector('#reader-close').click()")
+    smollm2_page.switch("dense", max_tokens=3)
+    smollm2_page.ask("And then?")
+    body = sent(browser, "/v1/chat/completions")[-1]
+    assert [m["content"] for m in body["messages"]][1:] == [said, "And then?"]
+    smollm2_page.explore()
+    browser.click("#tab-chat")
+
+    browser.click("#new")
+    assert smollm2_page.answers() == [] and browser.run("location.hash") == ""
+    smollm2_page.ask("Something else?")
+    browser.wait("location.hash.length > 1")
+    browser.click("#conversations-open")
+    browser.wait("document.querySelectorAll('#kept .open').length >= 2")
+    assert browser.texts("#kept .open span")[:2] == ["Something else?", "Who built the lighthouse?"]
+    browser.click("#kept li:nth-child(2) .open")
+    browser.wait("document.querySelectorAll('.copy').length === 2")
+    assert smollm2_page.answers()[0] == said
+    browser.click("#conversations-open")
+    browser.wait("document.querySelector('#conversations').open")
+    for _ in range(2):
+        count = browser.run("document.querySelectorAll('#kept .open').length")
+        browser.click("#kept .remove")
+        browser.wait(f"document.querySelectorAll('#kept .open').length === {count - 1}")
+    assert smollm2_page.answers() == []  # what was open is gone
+    browser.press("Escape")
+    assert browser.run("!document.querySelector('#conversations').open")
+
+
+MARKDOWN = {
+    "one\ntwo\n\nthree": "<p>one<br>two</p><p>three</p>",
+    "# A *b*\n## C ##\ntext": "<h3>A <em>b</em></h3><h4>C</h4><p>text</p>",
+    "**a** __b__ *c* _d_ ~~e~~ `f*g*`": "<p><strong>a</strong> <strong>b</strong> <em>c</em> <em>d</em> <del>e</del> "
+    "<code>f*g*</code></p>",
+    "snake_case_name 2 * 3 * 4 \\*no\\*": "<p>snake_case_name 2 * 3 * 4 *no*</p>",
+    "**a *b* c**": "<p><strong>a <em>b</em> c</strong></p>",
+    "- a\n- b\n  - c\n- d": "<ul><li>a</li><li>b<ul><li>c</li></ul></li><li>d</li></ul>",
+    "3. a\n4. b": '<ol start="3"><li>a</li><li>b</li></ol>',
+    "- a\n\n  b": "<ul><li><p>a</p><p>b</p></li></ul>",
+    "> a\n> - b": "<blockquote><p>a</p><ul><li>b</li></ul></blockquote>",
+    "a | b\n--|--\n`c` | d": '<div class="table"><table><tr><th>a</th><th>b</th></tr><tr><td><code>c</code></td>'
+    "<td>d</td></tr></table></div>",
+    "---": "<hr>",
+    "<b>x</b> &amp; <script>": "<p>&lt;b&gt;x&lt;/b&gt; &amp;amp; &lt;script&gt;</p>",
+    "![x](http://e.org/x.png)": '<p><a href="http://e.org/x.png" title="http://e.org/x.png" target="_blank" '
+    'rel="noopener noreferrer nofollow">x</a></p>',
+    "[x](javascript:alert(1)) [y](data:text/html,z)": "<p>[x](javascript:alert(1)) [y](data:text/html,z)</p>",
+    "https://e.org/a.": '<p><a href="https://e.org/a" title="https://e.org/a" target="_blank" '
+    'rel="noopener noreferrer nofollow">https://e.org/a</a>.</p>',
+    "```py\nx = '<b>'\n\n# y\n```\nz": '<div class="code"><div class="code-head"><span class="soft">py</span>'
+    '<button type="button">Copy</button></div><pre tabindex="-1"><code>x = \'&lt;b&gt;\'\n\n# y</code></pre></div>'
+    "<p>z</p>",
+}
+
+
+def test_markdown_becomes_the_elements_that_it_means_and_no_others(page):
+    browser = page.browser
+    browser.run("(import('/markdown.js').then(found => { window.markdown = found; }), 0)")
+    browser.wait("window.markdown")
+    drawn = """((text, whole) => {
+      const box = document.createElement("div"), drawing = markdown.createMarkdown(box);
+      for (let end = whole ? text.length : 0; end <= text.length; end++) drawing.draw(text.slice(0, end));
+      return box.innerHTML.replaceAll(' class=""', "");
+    })(arguments[0], arguments[1])"""
+    for text, html in MARKDOWN.items():
+        assert browser.run(drawn, text, True) == html
+        assert browser.run(drawn, text, False) == html, "drawn as it came"
+    # Anything at all: it ends, and makes nothing that could load or run something.
+    browser.run("""(() => {
+      const parts = ["a", " ", "\\n", "\\n\\n", "*", "**", "_", "`", "```", "~~", "[", "]", "](", ")", "!", "<",
+        ">", "> ", "- ", "1. ", "  ", "    ", "|", "|-|", "#", "\\\\", "http://", "javascript:", "\\u{1f41d}", "\\0",
+        "<img src=x>"];
+      const allowed = new Set(("P BR STRONG EM DEL CODE A UL OL LI BLOCKQUOTE HR H3 H4 H5 H6 DIV SPAN BUTTON PRE " +
+        "TABLE TBODY TR TH TD").split(" "));
+      let seed = 1;
+      const random = n => (seed = (seed * 1103515245 + 12345) % 2147483648) % n;
+      const wrong = [];
+      for (let i = 0; i < 3000; i++) {
+        let text = "";
+        for (let n = random(60); n > 0; n--) text += parts[random(parts.length)];
+        const box = document.createElement("div");
+        markdown.createMarkdown(box).draw(text);
+        for (const e of box.querySelectorAll("*")) {
+          const fine = allowed.has(e.tagName) && [...e.attributes].every(a =>
+            ["class", "href", "title", "target", "rel", "type", "tabindex", "start"].includes(a.name));
+          if (!fine || (e.href && !/^(https?|mailto):/.test(e.href))) wrong.push(text);
+        }
+      }
+      for (const part of parts) {
+        markdown.createMarkdown(document.createElement("div")).draw(part.repeat(4000));
+        markdown.createMarkdown(document.createElement("div")).draw((part + "a").repeat(4000));
+      }
+      window.wrong = wrong;
+    })()""")
+    assert browser.run("window.wrong") == []
+
+
+def test_few_stops_lie_on_the_way_of_the_tab_key(page, document):
+    browser = page.browser
+    stops = """[...document.querySelectorAll("button, input, select, textarea, summary, a, [tabindex]")].filter(e =>
+      e.tabIndex >= 0 && !e.disabled && e.checkVisibility({ visibilityProperty: true })).length"""
+    page.switch("phsa", **SMALL, max_tokens=60)
+    page.attach(document)
+    page.ask("Who?")
+    browser.run("document.querySelector('#more').open = false")
+    # Three of the answer and its question at most: its text adds none, whatever it links to.
+    assert browser.run(stops) <= 23
+    page.explore()
+    assert browser.run("document.querySelectorAll('.queries button').length") > 20
+    assert browser.run(stops) <= 14
+    browser.run("[...document.querySelectorAll('.queries button')].find(e => e.tabIndex === 0).focus()")
+    browser.press("ArrowRight", "ArrowRight")
+    assert browser.run("document.activeElement === document.querySelectorAll('.queries button')[2]")
+
+
+def test_a_block_that_is_chosen_is_scrolled_to(page, tmp_path):
+    browser = page.browser
+    long = tmp_path / "long.txt"
+    long.write_text(("The keeper wrote the weather into a blue book; it was cold. " * 140)[:8000])
+    page.switch("phsa", max_tokens=3)
+    page.attach(long)
+    page.ask("What?")
+    page.explore()
+    for css in (".top button", f'.map [data-b="{page.blocks("hot")[5]}"]'):
+        browser.run("scrollTo(0, 0)")
+        browser.click(css)
+        box = """(css => (r => [r.top, r.bottom])(document.querySelector(css).getBoundingClientRect()))"""
+        top, bottom = browser.run(box + "('.text .pin')")
+        assert top >= 0 and bottom <= 900
+        (top, bottom), (first, last) = browser.run(f"['.map .pin', '.map'].map({box})")
+        assert top >= first - 1 and bottom <= last + 1
+        browser.press("Escape")
 
 
 def test_it_fits_a_phone(page, document):
@@ -462,6 +945,7 @@ def test_dark_and_light_follow_the_system_until_switched(page):
     browser.click("#theme")
     assert browser.run(brightness) > 200
     assert browser.run("document.querySelector('#theme').getAttribute('aria-pressed')") == "false"
+    browser.run("localStorage.removeItem('phsa-theme')")
     browser.devtools("Emulation.setEmulatedMedia", features=features["light"])
 
 

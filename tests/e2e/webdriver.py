@@ -87,10 +87,10 @@ class Browser:
         """The value of a JavaScript expression; `arguments` has the args."""
         return self._post("/execute/sync", {"script": f"return {script}", "args": list(args)})
 
-    def wait(self, script, seconds=30):
+    def wait(self, script, seconds=30, args=()):
         """Until the expression is true; its value."""
         end = time.monotonic() + seconds
-        while not (value := self.run(script)):
+        while not (value := self.run(script, *args)):
             assert time.monotonic() < end, f"after {seconds} s still not: {script}"
             time.sleep(0.02)
         return value

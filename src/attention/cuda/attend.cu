@@ -371,6 +371,8 @@ const char* Unsupported(const Shape& shape, const Batch& batch) {
   if (shape.num_kv_heads <= 0 || shape.num_q_heads % shape.num_kv_heads != 0)
     return "num_kv_heads must divide num_q_heads";
   if (shape.num_q_heads / shape.num_kv_heads > 16) return "group: the CUDA kernels take up to 16 query heads a KV head";
+  if (shape.parts != 1 && shape.parts != 2 && shape.parts != 4 && shape.parts != 8)
+    return "parts: the CUDA kernels take 1, 2, 4 and 8";
   if (shape.top_k < 0 || shape.top_k > 64) return "top_k: the CUDA kernels take 0 to 64";
   if (batch.max_kv_len > 1 << 20) return "kv_len: the CUDA kernels take up to 1048576 tokens";
   return nullptr;

@@ -91,6 +91,7 @@ Shape MakeShape(const PlanImpl& plan) {
   shape.top_k = plan.top_k;
   shape.dense_below = DenseBelow(plan);
   shape.group_max = plan.settings.group_reduce == GroupReduce::kMax;
+  shape.parts = plan.PartsInReps() ? plan.parts : 1;
   shape.scale = plan.scale;
   return shape;
 }
@@ -113,6 +114,7 @@ MethodParams MakeMethod(const PlanImpl& plan) {
   method.top_k = plan.top_k;
   method.dense_below = plan.dense ? std::numeric_limits<int32_t>::max() : plan.settings.dense_below;
   method.scale = plan.scale;
+  method.parts = plan.PartsInReps() ? plan.parts : 1;
   return method;
 }
 
@@ -300,8 +302,9 @@ void Prepare(PlanImpl* plan) {
   if (plan->representation != Representation::kNone && plan->representation != Representation::kMixedMean) {
     Throw(PHSA_UNSUPPORTED, "plan: the CUDA kernels take the policies dense, phsa, infllm2 and streaming");
   }
-  if (plan->parts > 1 && plan->top_k > 0) {
-    Throw(PHSA_UNSUPPORTED, "plan: parts is {}; the CUDA kernels take 1", plan->parts);
+  if (plan->parts > 1 && plan->top_k > 0 && !plan->PartsInReps()) {
+    Throw(PHSA_UNSUPPORTED, "plan: survivors is {}; the CUDA kernels score the parts of all blocks (0)",
+          plan->settings.survivors);
   }
   if (plan->num_queries > kNoLimit) {
     Throw(PHSA_UNSUPPORTED, "plan: {} queries; the CUDA kernels take up to {}", plan->num_queries, kNoLimit);

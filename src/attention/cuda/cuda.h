@@ -28,7 +28,7 @@ struct Batch {
   const int32_t* cu_q;        // device [num_seqs + 1]: a sequence's first row of q, out, lse and selection
   const int32_t* kv_lens;     // device [num_seqs]
   const int64_t* kv_starts;   // device [num_seqs]: first row of k, v and flags; NULL: cu_q (self attention)
-  const int64_t* rep_starts;  // device [num_seqs]: first row of reps
+  const int64_t* rep_starts;  // device [num_seqs]: first row of reps; a block has Shape::parts of them
   int32_t page_size;          // 0: contiguous; else a multiple of 16, and the starts above are not read
   const int32_t* page_table;  // device [num_seqs][page_table_stride]
   int64_t page_table_stride;
@@ -48,6 +48,7 @@ struct Shape {
   int32_t init_blocks, local_blocks, top_k;
   int32_t dense_below;  // positions whose block starts below this read everything and have no list
   bool group_max;       // the group's score is the largest of its heads' softmax values, not their sum
+  int32_t parts;        // rows of reps that a block has: 1, 2, 4 or 8; its score is the sum over them
   float scale;
 };
 
@@ -73,11 +74,12 @@ PHSA_API cudaError_t Upload(const void* from, size_t size, void* to, cudaStream_
 // NULL, or what these kernels cannot do with this shape.
 const char* Unsupported(const Shape& shape, const Batch& batch);
 
-// Bytes of workspace that Select needs: at most kSelectWorkspace and what 128 queries take.
+// Bytes of workspace that Select needs: at most kSelectWorkspace, or what keeps kSelectTiles multiprocessors busy.
 inline constexpr size_t kSelectWorkspace = size_t{512} << 20;
+inline constexpr int32_t kSelectTiles = 132;
 PHSA_API size_t SelectWorkspaceSize(const Shape& shape, const Batch& batch);
 
-// Writes the representatives of the blocks that the batch's queries complete, or of all complete blocks.
+// Writes the representatives (with parts: rows) that the batch's queries complete, or all complete ones.
 cudaError_t Represent(const ForwardParams& params, bool all_blocks, cudaStream_t stream);
 // Copies the representatives of all complete blocks from pages to contiguous rows, `to` [row][kv_head][head_dim], those
 // of a sequence from row starts[seq] (device memory) on. Select is a quarter faster on them (32k tokens): the

@@ -1,5 +1,6 @@
 // Decode: one query per sequence against a cache of any length. Three launches:
-//   Scores   each warp scores 64 representatives for all heads of a group and leaves the softmax's partial sums;
+//   Scores   each warp scores 64 representatives for all heads of a group and leaves the softmax's partial sums, and
+//            of a block with parts the logarithm of the sum over them;
 //   TopK     one thread block per sequence and KV head merges the sums and picks the K best blocks, exactly;
 //   Attend   each warp reads one or a few of the init, chosen and local blocks; the last thread block to finish merges.
 // All three are bound by memory, so operands go from global memory straight to registers in the order the matrix
@@ -29,14 +30,15 @@ constexpr int kDigitBits = 11;
 constexpr float kLeastScore = 0x1p-90f;
 
 struct Workspace {
-  float* scores;         // [seq][kv_head][group][score_stride], times log2(e)
-  float2* sums;          // [seq][kv_head][group][score_stride / kWarpReps]: maximum and sum of exponentials
+  float* scores;         // [seq][kv_head][group][score_stride]: of blocks, times log2(e)
+  float2* sums;          // [seq][kv_head][group][sum_stride]: maximum and sum of exponentials
   uint32_t* group;       // [seq][kv_head][score_stride], where shared memory has no room for a group's scores
   int32_t* selection;    // [seq][kv_head][top_k]
   float* partial;        // [seq][kv_head][split][group][head_dim]
   float2* partial_sums;  // [seq][kv_head][split][group]
   int32_t* finished;     // [seq][kv_head]
   int32_t score_stride;
+  int32_t sum_stride;  // warps of Scores
   int32_t splits;
   int32_t blocks_per_warp;
 };
@@ -60,6 +62,7 @@ size_t Layout(const DecodeParams& p, Workspace* w) {
   w->blocks_per_warp = static_cast<int32_t>((read + kWarps * kMaxSplits - 1) / (kWarps * kMaxSplits));
   w->splits = static_cast<int32_t>((read + kWarps * w->blocks_per_warp - 1) / (kWarps * w->blocks_per_warp));
   w->score_stride = static_cast<int32_t>((all_blocks + kWarpReps - 1) / kWarpReps * kWarpReps);
+  w->sum_stride = w->score_stride * m.parts / kWarpReps;
   char* base = static_cast<char*>(p.workspace);
   size_t at = 0;
   auto take = [&](size_t bytes) {
@@ -69,7 +72,7 @@ size_t Layout(const DecodeParams& p, Workspace* w) {
   };
   const size_t score_rows = Chooses(p) ? pairs * group : 0;
   w->scores = reinterpret_cast<float*>(take(score_rows * w->score_stride * sizeof(float)));
-  w->sums = reinterpret_cast<float2*>(take(score_rows * (w->score_stride / kWarpReps) * sizeof(float2)));
+  w->sums = reinterpret_cast<float2*>(take(score_rows * w->sum_stride * sizeof(float2)));
   const size_t group_rows = score_rows > 0 && all_blocks > kCachedScores ? pairs : 0;
   w->group = reinterpret_cast<uint32_t*>(take(group_rows * w->score_stride * sizeof(uint32_t)));
   w->selection = reinterpret_cast<int32_t*>(take(pairs * m.top_k * sizeof(int32_t)));
@@ -116,12 +119,12 @@ struct Reach {
 };
 
 template <typename T>
-__device__ __forceinline__ const T* RepRow(const DecodeParams& p, int seq, int kv_head, int block) {
+__device__ __forceinline__ const T* RepRow(const DecodeParams& p, int seq, int kv_head, int row) {
   const T* reps = static_cast<const T*>(p.reps) + kv_head * p.rep_head_stride;
-  if (p.page_size == 0) return reps + (p.rep_starts[seq] + block) * p.rep_row_stride;
-  const int rows = p.page_size / kBlock;
-  const int64_t page = p.page_table[seq * p.page_table_stride + block / rows];
-  return reps + page * p.rep_page_stride + (block % rows) * p.rep_row_stride;
+  if (p.page_size == 0) return reps + (p.rep_starts[seq] + row) * p.rep_row_stride;
+  const int rows = p.page_size / kBlock * p.method.parts;
+  const int64_t page = p.page_table[seq * p.page_table_stride + row / rows];
+  return reps + page * p.rep_page_stride + (row % rows) * p.rep_row_stride;
 }
 
 // Where the first token of a block lies, in k, v or flags: page and row.
@@ -168,14 +171,14 @@ struct Queries {
   }
 };
 
-template <typename T, int kDim, bool kWide>
+template <typename T, int kDim, bool kWide, int kParts>
 __global__ void __launch_bounds__(kWarps * 32) ScoresKernel(const __grid_constant__ DecodeParams p, Workspace w) {
   LetNextStart();
   const int seq = blockIdx.z, kv_head = blockIdx.y;
   const int lane = threadIdx.x % 32;
   const int part = blockIdx.x * kWarps + threadIdx.x / 32;
   const Reach reach(p, seq);
-  const int visible = reach.own;  // complete blocks before the own one
+  const int visible = reach.own * kParts;  // rows of the complete blocks before the own one
   const int begin = part * kWarpReps;
   if (reach.takes_all(p) || begin >= visible) return;
   const int group = p.num_q_heads / p.num_kv_heads;
@@ -187,8 +190,8 @@ __global__ void __launch_bounds__(kWarps * 32) ScoresKernel(const __grid_constan
   auto load = [&](int tile) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const int block = min(begin + tile * 16 + n * 8 + lane / 4, visible - 1);
-      const T* row = RepRow<T>(p, seq, kv_head, block) + lane % 4 * 8;
+      const int at = min(begin + tile * 16 + n * 8 + lane / 4, visible - 1);
+      const T* row = RepRow<T>(p, seq, kv_head, at) + lane % 4 * 8;
 #pragma unroll
       for (int j = 0; j < kDim / 32; ++j) {
         keys[tile % 2][n][j] = __ldcs(reinterpret_cast<const uint4*>(row + j * 32));
@@ -216,7 +219,7 @@ __global__ void __launch_bounds__(kWarps * 32) ScoresKernel(const __grid_constan
 #pragma unroll
   for (int half = 0; half < (kWide ? 2 : 1); ++half) {
     const int head = lane / 4 + half * 8;
-    float* row = w.scores + (pair * group + head) * w.score_stride + begin;
+    float* row = w.scores + (pair * group + head) * w.score_stride + begin / kParts;
     float maximum = -INFINITY;
 #pragma unroll
     for (int tile = 0; tile < kScoreTiles; ++tile) {
@@ -228,7 +231,7 @@ __global__ void __launch_bounds__(kWarps * 32) ScoresKernel(const __grid_constan
         if (begin + column + 1 >= visible) y = -INFINITY;
         s[tile][n][half * 2] = x;
         s[tile][n][half * 2 + 1] = y;
-        if (head < group) *reinterpret_cast<float2*>(row + column) = make_float2(x, y);
+        if (kParts == 1 && head < group) *reinterpret_cast<float2*>(row + column) = make_float2(x, y);
         maximum = fmaxf(maximum, fmaxf(x, y));
       }
     }
@@ -239,13 +242,29 @@ __global__ void __launch_bounds__(kWarps * 32) ScoresKernel(const __grid_constan
     for (int tile = 0; tile < kScoreTiles; ++tile) {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        sum += Exp2(s[tile][n][half * 2] - maximum) + Exp2(s[tile][n][half * 2 + 1] - maximum);
+        const float x = s[tile][n][half * 2], y = s[tile][n][half * 2 + 1];
+        const float both = Exp2(x - maximum) + Exp2(y - maximum);
+        sum += both;
+        if constexpr (kParts > 1) {
+          // A block's own maximum: beside that of 64 representatives a small block's weights would be zeros.
+          float top = fmaxf(x, y);
+          if (kParts >= 4) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
+          if (kParts >= 8) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
+          top = fmaxf(top, -FLT_MAX);
+          float block = Exp2(x - top) + Exp2(y - top);
+          if (kParts >= 4) block += __shfl_xor_sync(kFullWarp, block, 1);
+          if (kParts >= 8) block += __shfl_xor_sync(kFullWarp, block, 2);
+          constexpr int kLanes = kParts / 2;  // that share a block
+          if (lane % kLanes == 0 && head < group) {
+            row[(tile * 16 + n * 8 + lane % 4 * 2) / kParts] = top + log2f(block);
+          }
+        }
       }
     }
     sum += __shfl_xor_sync(kFullWarp, sum, 1);
     sum += __shfl_xor_sync(kFullWarp, sum, 2);
     if (lane % 4 == 0 && head < group) {
-      w.sums[(pair * group + head) * (w.score_stride / kWarpReps) + part] = make_float2(maximum, sum);
+      w.sums[(pair * group + head) * w.sum_stride + part] = make_float2(maximum, sum);
     }
   }
 }
@@ -321,22 +340,22 @@ __global__ void __launch_bounds__(kTopKThreads, 1) TopKKernel(const __grid_const
   };
   load(tid, 0);
 
-  const int parts = (reach.own + kWarpReps - 1) / kWarpReps;
+  const int warps = (reach.own * p.method.parts + kWarpReps - 1) / kWarpReps;  // of Scores
   if (warp < group) {
-    const float2* sums = w.sums + (pair * group + warp) * (w.score_stride / kWarpReps);
-    constexpr int kParts = 4;  // in flight per lane
+    const float2* sums = w.sums + (pair * group + warp) * w.sum_stride;
+    constexpr int kInFlight = 4;  // per lane
     float maximum = -INFINITY, sum = 0;
-    for (int base = lane; base < parts; base += 32 * kParts) {
-      float2 part[kParts];
+    for (int base = lane; base < warps; base += 32 * kInFlight) {
+      float2 part[kInFlight];
       float top = maximum;
 #pragma unroll
-      for (int i = 0; i < kParts; ++i) {
-        part[i] = base + 32 * i < parts ? sums[base + 32 * i] : make_float2(-INFINITY, 0);
+      for (int i = 0; i < kInFlight; ++i) {
+        part[i] = base + 32 * i < warps ? sums[base + 32 * i] : make_float2(-INFINITY, 0);
         top = fmaxf(top, part[i].x);
       }
       sum *= Exp2(maximum - top);
 #pragma unroll
-      for (int i = 0; i < kParts; ++i) sum += part[i].y * Exp2(part[i].x - top);
+      for (int i = 0; i < kInFlight; ++i) sum += part[i].y * Exp2(part[i].x - top);
       maximum = top;
     }
     float top = maximum;
@@ -438,32 +457,34 @@ __global__ void __launch_bounds__(kTopKThreads, 1) TopKKernel(const __grid_const
   }
 }
 
-template <typename T, int kDim>
+// The row of reps that the new token completes, if it does.
+template <typename T, int kDim, int kParts>
 __device__ void WriteRepresentative(const DecodeParams& p, int seq, int kv_head, int length) {
-  if (p.reps == nullptr || length <= 0 || length % kBlock != 0) return;
-  const int block = length / kBlock - 1;
-  const Place place(p, seq, block);
+  constexpr int kSpan = kBlock / kParts;  // keys of a row
+  if (p.reps == nullptr || length <= 0 || length % kSpan != 0) return;
+  const Place place(p, seq, (length - 1) / kBlock);
+  const int first = (length - kSpan) % kBlock;  // in the block
   float lambda = p.head_lambda ? p.head_lambda[kv_head] : p.lambda;
   uint32_t flagged = 0;
   if (p.flags != nullptr) {
-    const uint8_t* flags = p.flags + place.page * p.flags_page_stride + place.row;
-    for (int i = 0; i < kBlock; ++i) flagged |= (flags[i] != 0 ? 1u : 0u) << i;
+    const uint8_t* flags = p.flags + place.page * p.flags_page_stride + place.row + first;
+    for (int i = 0; i < kSpan; ++i) flagged |= (flags[i] != 0 ? 1u : 0u) << i;
   }
   if (flagged == 0) lambda = 1;
-  const float mean_weight = lambda / kBlock;
+  const float mean_weight = lambda / kSpan;
   const float flag_weight = flagged == 0 ? 0 : (1 - lambda) / static_cast<float>(__popc(flagged));
-  const T* k = static_cast<const T*>(p.k) + place.page * p.k_page_stride + place.row * p.k_token_stride +
+  const T* k = static_cast<const T*>(p.k) + place.page * p.k_page_stride + (place.row + first) * p.k_token_stride +
                kv_head * p.k_head_stride;
-  T* rep = const_cast<T*>(RepRow<T>(p, seq, kv_head, block));
+  T* rep = const_cast<T*>(RepRow<T>(p, seq, kv_head, length / kSpan - 1));
   for (int c = threadIdx.x; c < kDim; c += blockDim.x) {
-    float keys[kBlock];
+    float keys[kSpan];
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) keys[i] = ToFloat(k[i * p.k_token_stride + c]);
+    for (int i = 0; i < kSpan; ++i) keys[i] = ToFloat(k[i * p.k_token_stride + c]);
     // The order of the sums is that of the prefill's kernel, so that both give the same bits.
-    constexpr int kSums = 256 / kDim;
+    constexpr int kSums = std::min(256 / kDim, kSpan);
     float sum[kSums] = {};
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
+    for (int i = 0; i < kSpan; ++i) {
       sum[i % kSums] = fmaf(mean_weight + (flagged >> i & 1 ? flag_weight : 0.f), keys[i], sum[i % kSums]);
     }
 #pragma unroll
@@ -472,6 +493,16 @@ __device__ void WriteRepresentative(const DecodeParams& p, int seq, int kv_head,
       for (int i = 0; i < kSums; i += 2 * step) sum[i] += sum[i + step];
     }
     rep[c] = FromFloat<T>(sum[0]);
+  }
+}
+
+template <typename T, int kDim>
+__device__ void WriteRepresentative(const DecodeParams& p, int seq, int kv_head, int length) {
+  switch (p.method.parts) {
+    case 1: return WriteRepresentative<T, kDim, 1>(p, seq, kv_head, length);
+    case 2: return WriteRepresentative<T, kDim, 2>(p, seq, kv_head, length);
+    case 4: return WriteRepresentative<T, kDim, 4>(p, seq, kv_head, length);
+    default: return WriteRepresentative<T, kDim, 8>(p, seq, kv_head, length);
   }
 }
 
@@ -728,8 +759,12 @@ cudaError_t Run(const DecodeParams& p, const Workspace& w, cudaStream_t stream) 
   const bool can_overlap = CanOverlap();
   cudaError_t status;
   if (Chooses(p)) {
-    const unsigned parts = static_cast<unsigned>(w.score_stride / kWarpReps + kWarps - 1) / kWarps;
-    status = Launch(ScoresKernel<T, kDim, kWide>, dim3(parts, heads, seqs), kWarps * 32, 0, false, stream, p, w);
+    const dim3 grid(static_cast<unsigned>(w.sum_stride + kWarps - 1) / kWarps, heads, seqs);
+    const auto scores = p.method.parts == 1   ? ScoresKernel<T, kDim, kWide, 1>
+                        : p.method.parts == 2 ? ScoresKernel<T, kDim, kWide, 2>
+                        : p.method.parts == 4 ? ScoresKernel<T, kDim, kWide, 4>
+                                              : ScoresKernel<T, kDim, kWide, 8>;
+    status = Launch(scores, grid, kWarps * 32, 0, false, stream, p, w);
     if (status != cudaSuccess) return status;
     const size_t shared = std::min(w.score_stride, kCachedScores) * sizeof(uint32_t);
     status = cudaFuncSetAttribute(TopKKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -761,8 +796,9 @@ bool Supported(const DecodeParams& p) {
   return (p.dtype == PHSA_F16 || p.dtype == PHSA_BF16) && (p.head_dim == 64 || p.head_dim == 128) && p.num_seqs > 0 &&
          p.num_seqs <= 65535 && p.num_kv_heads > 0 && p.num_q_heads % p.num_kv_heads == 0 &&
          p.num_q_heads / p.num_kv_heads <= kMaxGroup && p.max_kv_len > 0 && m.top_k >= 0 && m.top_k <= kMaxTopK &&
-         m.init_blocks >= 0 && m.local_blocks >= 0 && m.scale > 0 && p.page_size >= 0 && p.page_size % kBlock == 0 &&
-         (p.group_reduce == PHSA_GROUP_SUM || p.group_reduce == PHSA_GROUP_MAX);
+         m.init_blocks >= 0 && m.local_blocks >= 0 && m.scale > 0 &&
+         (m.parts == 1 || m.parts == 2 || m.parts == 4 || m.parts == 8) && p.page_size >= 0 &&
+         p.page_size % kBlock == 0 && (p.group_reduce == PHSA_GROUP_SUM || p.group_reduce == PHSA_GROUP_MAX);
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ struct MethodParams {
   int32_t top_k;        // 0 to 64
   int32_t dense_below;  // query positions below this read everything; INT32_MAX: dense attention
   float scale;          // of the dot products, above 0
+  int32_t parts;        // rows of reps that a block has: 1, 2, 4 or 8; the backward does not ask
 };
 
 // One query per sequence: the last token of each. `kv_lens` and all other arrays are in device memory and may change

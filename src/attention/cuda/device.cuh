@@ -228,11 +228,13 @@ __device__ __forceinline__ int64_t BlockOffset(const Batch& batch, const Rows& r
   const int64_t page = batch.page_table[seq * batch.page_table_stride + block / blocks];
   return page * rows.page_stride + static_cast<int64_t>(block % blocks) * kBlock * rows.token_stride;
 }
-__device__ __forceinline__ int64_t RepOffset(const Batch& batch, const Rows& rows, int32_t seq, int32_t row) {
+// The same of a row of reps; a block has `parts` of them.
+__device__ __forceinline__ int64_t RepOffset(const Batch& batch, const Rows& rows, int32_t parts, int32_t seq,
+                                             int32_t row) {
   if (batch.page_size == 0) return (batch.rep_starts[seq] + row) * rows.token_stride;
-  const int32_t blocks = batch.page_size / kBlock;
-  const int64_t page = batch.page_table[seq * batch.page_table_stride + row / blocks];
-  return page * rows.page_stride + static_cast<int64_t>(row % blocks) * rows.token_stride;
+  const int32_t on_page = batch.page_size / kBlock * parts;
+  const int64_t page = batch.page_table[seq * batch.page_table_stride + row / on_page];
+  return page * rows.page_stride + static_cast<int64_t>(row % on_page) * rows.token_stride;
 }
 
 // The block arithmetic of a query; the same as the plan's.

@@ -12,6 +12,11 @@
 // A unit is 16 rows, the M of one tensor-core product: kPadded heads (the group rounded up to a power of two) × 16 /
 // kPadded queries, row = head · queries + query. The windows of 64 representatives lie in shared memory in such an
 // order that one lane of the product holds 16 neighbours of a row: their maxima and sums cost no shuffle.
+//
+// With parts a block has 2, 4 or 8 neighbouring representatives, and its score is their sum. Statistics goes over all
+// of them; the bound of a subset is that of the best block in it (two parts), of its block (four), or of the block
+// whose half it is (eight: both halves have the bound of the whole). Windows and subsets count representatives, all
+// else blocks.
 #include <cuda.h>
 
 #include <algorithm>
@@ -81,32 +86,35 @@ __device__ __forceinline__ const T* QueryRow(const SelectArgs& args, const Seque
 // What a lane keeps of the two rows it holds: over its own columns only, joined at the end.
 struct RowPair {
   float base[2], sum[2];  // reference value (log2 units, whole), and the sum of 2^(score - it)
-  int32_t b[2], end[2];   // own block, and where the candidates end
+  int32_t b[2], end[2];   // first representatives of the own block, and of the block where the candidates end
 };
 
+template <int kParts>
 __device__ __forceinline__ void InitRows(const SelectArgs& args, const SequenceView& view, int32_t q0, int r,
                                          RowPair& rows) {
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const int32_t q = min(q0 + (r + 8 * e) % args.group.queries, view.q_len - 1);
-    rows.b[e] = (view.first_position() + q) / kBlock;
-    rows.end[e] = CandidateEnd(args.p.shape, rows.b[e]);
+    const int32_t b = (view.first_position() + q) / kBlock;
+    rows.b[e] = b * kParts;
+    rows.end[e] = CandidateEnd(args.p.shape, b) * kParts;
     rows.base[e] = -1e30f;  // below any score: the first one moves it
     rows.sum[e] = 0.0f;
   }
 }
 
-// A row's first reference value: its score at the last block before its own. Scores of real models may grow by hundreds
-// of powers of two towards the query (where keys have a large part in common, which RoPE turns); from the first window
-// on, the reference value would have to follow in most windows, and each time move the codes of all windows before.
+// A row's first reference value: its score at the last representative before its own block. Scores of real models may
+// grow by hundreds of powers of two towards the query (where keys have a large part in common, which RoPE turns); from
+// the first window on, the reference value would have to follow in most windows, and each time move the codes of all
+// windows before.
 template <typename T, int kPieces>
 __device__ __forceinline__ void GuessBases(const SelectArgs& args, const SequenceView& view, int32_t kv_head,
                                            const uint4 (&words)[2][kPieces], int c, float scale2, RowPair& rows) {
-  const int32_t t = min(rows.b[0], rows.b[1]) - 1;
+  const int32_t t = min(rows.b[0], rows.b[1]) - 1;  // a row of reps
   float score[2] = {};
   if (t >= 0) {
     const T* rep = static_cast<const T*>(args.p.reps.data) + kv_head * args.p.reps.head_stride +
-                   RepOffset(args.p.batch, args.p.reps, view.seq, t) + c * 8;
+                   RepOffset(args.p.batch, args.p.reps, args.p.shape.parts, view.seq, t) + c * 8;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const uint4 piece = *reinterpret_cast<const uint4*>(rep + i * 32);
@@ -130,19 +138,30 @@ __device__ __forceinline__ void GuessBases(const SelectArgs& args, const Sequenc
   }
 }
 
-// The weights 2^(score - base) of a lane's scores of row e: their sum, and the largest of each subset.
+// The weights 2^(score - base) of a lane's scores of row e: their sum, and that of the best block in each subset (of
+// the block that a subset is a part of).
+template <int kParts>
 __device__ __forceinline__ float Weigh(const float (&acc)[8][4], int e, float scale2, float base, float (&most)[4]) {
   float sum[4];
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     float x[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[i] = Exp2(fmaf(acc[2 * k + i / 2][2 * e + i % 2], scale2, -base));
-      sum[i] = k == 0 ? x[i] : sum[i] + x[i];
+    for (int i = 0; i < 4; ++i) x[i] = Exp2(fmaf(acc[2 * k + i / 2][2 * e + i % 2], scale2, -base));
+    if constexpr (kParts == 1) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] = k == 0 ? x[i] : sum[i] + x[i];
+      most[k] = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+    } else {
+      const float first = x[0] + x[1], second = x[2] + x[3];
+      sum[k] = first + second;
+      most[k] = kParts == 2 ? fmaxf(first, second) : sum[k];
     }
-    most[k] = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
     asm volatile("" : "+f"(most[k]));  // now, while exponentials are under way: else all weights are kept for later
+  }
+  if constexpr (kParts == 8) {
+    most[0] = most[1] = sum[0] + sum[1];
+    most[2] = most[3] = sum[2] + sum[3];
   }
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
@@ -190,13 +209,14 @@ __device__ __forceinline__ uint2 MaskCodes(uint2 codes, const RowPair& rows, int
 // Takes in the scores of window w; returns its codes. The reference value of a row follows its scores only when the
 // weights of a window pass kMostWeight: fp32 has the range, and the exponentials need not wait for a maximum. The codes
 // of the windows before `codes` are moved with it.
+template <int kParts>
 __device__ __forceinline__ uint2 TakeWindow(const float (&acc)[8][4], RowPair& rows, float scale2, uint2* codes,
                                             int w) {
   float most[2][4], sum[2];
 #pragma unroll 1
   for (int attempt = 0;; ++attempt) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) sum[e] = Weigh(acc, e, scale2, rows.base[e], most[e]);
+    for (int e = 0; e < 2; ++e) sum[e] = Weigh<kParts>(acc, e, scale2, rows.base[e], most[e]);
     // Once is enough, unless a score is no number.
     if (__all_sync(~0u, sum[0] < kMostWeight && sum[1] < kMostWeight) || attempt == 1) break;
 #pragma unroll
@@ -233,12 +253,13 @@ struct WindowEnds {
 };
 
 // One window of a warp, from scores to codes, which go to `codes`. `c`: the lane's place among the four of a row.
+template <int kParts>
 __device__ __forceinline__ void TakeScores(float (&acc)[8][4], RowPair& rows, const WindowEnds& ends, float scale2,
                                            uint2* codes, int w, int32_t init, int c) {
   const int32_t first = w * kWindow, end = first + kWindow;
   if (first >= ends.none) return;
   if (__builtin_expect(end > ends.own, 0)) MaskOwn(acc, rows, first + 16 * c);
-  uint2 taken = TakeWindow(acc, rows, scale2, codes, w);
+  uint2 taken = TakeWindow<kParts>(acc, rows, scale2, codes, w);
   if (__builtin_expect(first < init || end > ends.partial, 0)) taken = MaskCodes(taken, rows, first + 16 * c, init);
   *codes = taken;
 }
@@ -283,7 +304,7 @@ __device__ __forceinline__ StatisticsTile FindStatisticsTile(const SelectArgs& a
   const int32_t last = min(tile.q0 + queries, tile.view.q_len) - 1;
   const int32_t b = (tile.view.first_position() + last) / kBlock;
   tile.work = NeedsScores(args, b);
-  tile.windows = (b + kWindow - 1) / kWindow;
+  tile.windows = (b * args.p.shape.parts + kWindow - 1) / kWindow;
   tile.unit = (static_cast<int64_t>(index - args.tile_begin) * args.p.shape.selection_heads + head) * kUnits;
   return tile;
 }
@@ -305,7 +326,8 @@ __device__ __forceinline__ void CopyReps(const SelectArgs& args, const SequenceV
     const int piece = at % kPieces;
     const int32_t t = min(first + row, end - 1);
     CopyAsync16(shared + TileOffset(row / kWindow * kWindow + WindowColumn(row % kWindow), piece, kRows * 128),
-                reps + RepOffset(args.p.batch, args.p.reps, view.seq, t) + piece * 8, first + row < end);
+                reps + RepOffset(args.p.batch, args.p.reps, args.p.shape.parts, view.seq, t) + piece * 8,
+                first + row < end);
   }
 }
 
@@ -313,7 +335,7 @@ __device__ __forceinline__ void CopyReps(const SelectArgs& args, const SequenceV
 constexpr int kPlainThreads = kUnits / 2 * 32;
 constexpr int kPlainStages = 3;
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, int kParts>
 __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __grid_constant__ SelectArgs args) {
   constexpr int kStages = kPlainStages;
   constexpr uint32_t kStageBytes = kWindow * kHeadDim * 2;
@@ -324,10 +346,10 @@ __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __gri
   const int r = lane / 4, c = lane % 4;
   const int32_t head = blockIdx.y;
   const int32_t kv_head = head / args.group.kv_div;
-  const int32_t reps_end = tile.view.kv_len / kBlock;
+  const int32_t reps_end = tile.view.kv_len / kBlock * kParts;
   const uint32_t base = SharedAddress(shared);
   const float scale2 = args.p.shape.scale * kLog2e;
-  const int32_t init = args.p.shape.init_blocks;
+  const int32_t init = args.p.shape.init_blocks * kParts;
 
   for (int s = 0; s < kStages - 1; ++s) {
     if (s < tile.windows) {
@@ -344,7 +366,7 @@ __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __gri
     const int32_t q0 = tile.q0 + (2 * warp + m) * args.group.queries;
     uint4 words[2][kHeadDim / 32];
     LoadRowWords(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c, words);
-    InitRows(args, tile.view, q0, r, rows[m]);
+    InitRows<kParts>(args, tile.view, q0, r, rows[m]);
     GuessBases<T>(args, tile.view, kv_head, words, c, scale2, rows[m]);
     MakeOperand(words, c, a[m]);
   }
@@ -379,8 +401,8 @@ __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __gri
     }
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      TakeScores(acc[m], rows[m], ends[m], scale2, codes + (static_cast<int64_t>(m) * args.windows + w) * 32, w, init,
-                 c);
+      TakeScores<kParts>(acc[m], rows[m], ends[m], scale2, codes + (static_cast<int64_t>(m) * args.windows + w) * 32, w,
+                         init, c);
     }
   }
 #pragma unroll
@@ -410,7 +432,7 @@ __device__ __forceinline__ void ProduceReps(const SelectArgs& args, const CUtens
   constexpr int kAtOnce = 128 / kPieces;  // rows: 8 or 16
   const int thread = threadIdx.x - kWgConsumers;
   const int row0 = thread / kPieces, piece = thread % kPieces;
-  const int32_t end = view.kv_len / kBlock;
+  const int32_t end = view.kv_len / kBlock * args.p.shape.parts;
   const bool paged = args.p.batch.page_size != 0;
   const int64_t stride = args.p.reps.token_stride;
   const int64_t start = paged ? 0 : args.p.batch.rep_starts[view.seq];
@@ -447,7 +469,9 @@ __device__ __forceinline__ void ProduceReps(const SelectArgs& args, const CUtens
       const int32_t t = s * kRows + first + row0;
       const bool there = t < end;
       const int32_t row = there ? t : 0;
-      CopyAsync16(at, reps + (paged ? RepOffset(args.p.batch, args.p.reps, view.seq, row) : (start + row) * stride),
+      CopyAsync16(at,
+                  reps + (paged ? RepOffset(args.p.batch, args.p.reps, args.p.shape.parts, view.seq, row)
+                                : (start + row) * stride),
                   there);
     }
     BarrierArriveAfterCopies(arrived);
@@ -456,7 +480,7 @@ __device__ __forceinline__ void ProduceReps(const SelectArgs& args, const CUtens
 
 // One CTA per multiprocessor takes tile after tile: the copies of the next one's representatives are under way when it
 // begins.
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, int kParts>
 __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __grid_constant__ SelectArgs args,
                                                                        const __grid_constant__ CUtensorMap map) {
 #ifdef PHSA_SM90A
@@ -501,18 +525,18 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
   const int lane = OpaqueLane(), warp = OpaqueWarp();
   const int r = lane / 4, c = lane % 4;
   const float scale2 = args.p.shape.scale * kLog2e;
-  const int32_t init = args.p.shape.init_blocks;
+  const int32_t init = args.p.shape.init_blocks * kParts;
   each_tile([&](const StatisticsTile& tile, int32_t head, int stages, uint32_t before) {
     uint32_t a[kHeadDim / 16][4];
     RowPair rows;
     const int32_t q0 = tile.q0 + warp * args.group.queries;
     uint4 words[2][kHeadDim / 32];
     LoadRowWords(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c, words);
-    InitRows(args, tile.view, q0, r, rows);
+    InitRows<kParts>(args, tile.view, q0, r, rows);
     GuessBases<T>(args, tile.view, head / args.group.kv_div, words, c, scale2, rows);
     MakeOperand(words, c, a);
     const WindowEnds ends(rows);
-    const int32_t reps_end = tile.view.kv_len / kBlock;
+    const int32_t reps_end = tile.view.kv_len / kBlock * kParts;
     uint2* codes = args.codes + (tile.unit + warp) * args.windows * 32 + lane;
     for (int s = 0; s < stages; ++s) {
       const uint32_t slot = (before + s) % kWgStages, round = (before + s) / kWgStages;
@@ -533,7 +557,7 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
         WgmmaWait<0>();
         Pin(acc);
         if (i + 1 == kWgStageWindows && lane == 0) BarrierArrive(empty + slot * 8);
-        TakeScores(acc, rows, ends, scale2, codes, s * kWgStageWindows + i, init, c);
+        TakeScores<kParts>(acc, rows, ends, scale2, codes, s * kWgStageWindows + i, init, c);
         codes += 32;
       }
     }
@@ -929,8 +953,9 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
   if (!any) return;
 
   const int32_t last = min(q0 + kQueries, view.q_len) - 1;
-  const int32_t end_all = CandidateEnd(shape, (view.first_position() + last) / kBlock);
-  const int w_begin = init / kWindow, windows = (end_all + kWindow - 1) / kWindow - w_begin;
+  const int shift = 31 - __clz(shape.parts);  // from representatives to blocks
+  const int32_t reps_end = CandidateEnd(shape, (view.first_position() + last) / kBlock) << shift;
+  const int w_begin = (init << shift) / kWindow, windows = (reps_end + kWindow - 1) / kWindow - w_begin;
   const uint2* codes = args.codes + (unit * args.windows + w_begin) * 32 + lane;
   __nv_bfloat162 share[2];
   {
@@ -1015,21 +1040,25 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       if (lane % kLanes >= step) total += x;
     }
     total -= sum;
-    // The bins up to which fewer bounds lie than wanted.
+    // The bins up to which fewer bounds lie than wanted; with eight parts a block has two where single ones are
+    // counted.
+    const int bounds = fine && shift == 3 ? 2 * top_k : top_k;
     int bin = 0, first_bin = 0;
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) {
       const uint4 four = own[i / 4];
       total += i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
-      bin += total < static_cast<uint32_t>(top_k);
-      first_bin += total < static_cast<uint32_t>((5 * top_k + 7) / 8);
+      bin += total < static_cast<uint32_t>(bounds);
+      first_bin += total < static_cast<uint32_t>((5 * bounds + 7) / 8);
     }
     const auto add = [](int x, int y) { return x + y; };
     bin = ReduceLanes<kLanes>(bin, add);
     first_bin = ReduceLanes<kLanes>(first_bin, add);
     // Too high a guess costs another try, too low a one too many candidates; with a small K there is room for those.
+    // From four parts on a bound is that of one block, at most 1.28 times its score (a code's step, and kUp).
     constexpr float kLow = kPadded <= 2 ? 0.75f : kPadded <= 8 ? 0.65f : 0.55f;
-    const float low = kLow * (top_k <= 8 ? 0.65f : 1.0f) * (shape.group_max ? 0.5f : 1.0f);
+    const float part_of_bound = shift >= 2 ? 0.78f : kLow * (top_k <= 8 ? 0.65f : 1.0f);
+    const float low = part_of_bound * (shape.group_max ? 0.5f : 1.0f);
     const float found = bin < kBins ? low * BinEnd(bin) : 0.0f;
     const float first_found = first_bin < kBins ? fmaxf(BinEnd(first_bin), found) : 0.0f;
     // Lanes that follow no query have thresholds that nothing reaches.
@@ -1107,12 +1136,12 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int32_t subset = i == 0 ? (r < 4 ? subsets.x : subsets.y) : (r < 4 ? subsets.z : subsets.w);
-        const int32_t t = min(subset * kSubset + r % 4, end_all - 1);
+        const int32_t t = min(subset * kSubset + r % 4, reps_end - 1);
         const T* rep = reps;
         if (__builtin_expect(stride != 0, 1)) {
           rep += static_cast<uint64_t>(static_cast<uint32_t>(t)) * stride;
         } else {
-          rep += RepOffset(args.p.batch, args.p.reps, view.seq, t);
+          rep += RepOffset(args.p.batch, args.p.reps, args.p.shape.parts, view.seq, t);
         }
 #pragma unroll
         for (int k = 0; k < kLoads; ++k) b[i][k] = *reinterpret_cast<const uint4*>(rep + k * 32);
@@ -1132,9 +1161,9 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
 #pragma unroll
         for (int i = 0; i < 2; ++i) Mma<T>(more[i], odd, b[i][k].z, b[i][k].w);
       }
-      // Blocks of the lane's columns: two of each product.
-      const int32_t blocks[2] = {(c < 2 ? subsets.x : subsets.y) * kSubset + c % 2 * 2,
-                                 (c < 2 ? subsets.z : subsets.w) * kSubset + c % 2 * 2};
+      // Blocks of the lane's columns: two of each product, or one (with parts), which other lanes may have too.
+      const int32_t blocks[2] = {((c < 2 ? subsets.x : subsets.y) * kSubset + c % 2 * 2) >> shift,
+                                 ((c < 2 ? subsets.z : subsets.w) * kSubset + c % 2 * 2) >> shift};
       // The next subsets' representatives are under way while these scores are looked at.
       if (done < n) {
         subsets = four[done / 4];
@@ -1143,11 +1172,8 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       uint32_t found = 0;
       float scores[kFollowed][4];  // [followed query][product · 2 + column]
       const bool logs = *by_logs != 0;
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const int i = m / 2, j = m % 2;
-        const float x0 = fmaf(acc[i][j] + more[i][j], scale2, -lse0);
-        const float x1 = fmaf(acc[i][2 + j] + more[i][2 + j], scale2, -lse1);
+      // What a group makes of its heads' weights, or of their logarithms: of rows r and r + 8 of this lane.
+      const auto join = [&](int m, float x0, float x1) {
         if (__builtin_expect(logs, 0)) {
           if constexpr (kPadded == 1) {
             scores[0][m] = RankOfLog(x0);
@@ -1157,19 +1183,52 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
             const float sum = GroupSum<kPadded>(Exp2(x0 - top) + Exp2(x1 - top));
             scores[0][m] = RankOfLog(shape.group_max ? top : top + log2f(sum));
           }
+        } else if constexpr (kPadded == 1) {
+          scores[0][m] = x0;
+          scores[kFollowed - 1][m] = x1;
         } else {
-          const float p0 = Exp2(x0), p1 = Exp2(x1);
-          if constexpr (kPadded == 1) {
-            scores[0][m] = p0;
-            scores[kFollowed - 1][m] = p1;
-          } else {
-            scores[0][m] = shape.group_max ? GroupMax<kPadded>(fmaxf(p0, p1)) : GroupSum<kPadded>(p0 + p1);
-          }
+          scores[0][m] = shape.group_max ? GroupMax<kPadded>(fmaxf(x0, x1)) : GroupSum<kPadded>(x0 + x1);
         }
+      };
+      const auto look = [&](int m, int32_t block, bool own) {
 #pragma unroll
         for (int f = 0; f < kFollowed; ++f) {
-          const bool candidate = blocks[i] + j >= init && blocks[i] + j < end[f];
+          const bool candidate = own && block >= init && block < end[f];
           if (candidate && scores[f][m] >= threshold[f]) found |= 1u << (4 * f + m);
+        }
+      };
+      const auto log_weight = [&](int i, int j, int e) {
+        return fmaf(acc[i][2 * e + j] + more[i][2 * e + j], scale2, e == 0 ? -lse0 : -lse1);
+      };
+      if (shift == 0) {
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const float x0 = log_weight(m / 2, m % 2, 0), x1 = log_weight(m / 2, m % 2, 1);
+          join(m, logs ? x0 : Exp2(x0), logs ? x1 : Exp2(x1));
+          look(m, blocks[m / 2] + m % 2, true);
+        }
+      } else {
+        const bool own = (c & ((1 << (shift - 1)) - 1)) == 0;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float x[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const float first = log_weight(i, 0, e), second = log_weight(i, 1, e);
+            float top = 0.0f;
+            if (__builtin_expect(logs, 0)) {
+              top = fmaxf(first, second);
+              if (shift >= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+              if (shift >= 3) top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+              top = fmaxf(top, -FLT_MAX);
+            }
+            float sum = Exp2(first - top) + Exp2(second - top);
+            if (shift >= 2) sum += __shfl_xor_sync(~0u, sum, 1);
+            if (shift >= 3) sum += __shfl_xor_sync(~0u, sum, 2);
+            x[e] = logs ? top + log2f(sum) : sum;
+          }
+          join(2 * i, x[0], x[1]);
+          look(2 * i, blocks[i], own);
         }
       }
       if (__any_sync(~0u, found != 0)) {
@@ -1338,11 +1397,14 @@ Group MakeGroup(const Shape& shape) {
 }
 
 // Windows are processed in pairs: one spare.
-int32_t Windows(const Batch& batch) { return (batch.max_kv_len / kBlock + kWindow - 1) / kWindow + 1; }
+int32_t Windows(const Shape& shape, const Batch& batch) {
+  return (batch.max_kv_len / kBlock * shape.parts + kWindow - 1) / kWindow + 1;
+}
 
 constexpr size_t kUnitBytes = 16 * sizeof(float) + 32 * sizeof(float2);
 size_t TileBytes(const Shape& shape, const Batch& batch) {
-  return static_cast<size_t>(shape.selection_heads) * kUnits * (Windows(batch) * 32 * sizeof(uint2) + kUnitBytes);
+  return static_cast<size_t>(shape.selection_heads) * kUnits *
+         (Windows(shape, batch) * 32 * sizeof(uint2) + kUnitBytes);
 }
 
 // Tiles whose statistics the workspace has room for.
@@ -1350,6 +1412,7 @@ int32_t RoomTiles(const Shape& shape, const Batch& batch, size_t bytes) {
   const size_t tiles = static_cast<size_t>(MaxTiles(batch, kUnits * MakeGroup(shape).queries));
   return static_cast<int32_t>(std::min(tiles, std::max<size_t>(1, bytes / TileBytes(shape, batch))));
 }
+size_t LeastTiles(const Shape& shape) { return (kSelectTiles + shape.selection_heads - 1) / shape.selection_heads; }
 
 // Representatives as the copy engine sees them: element of a row, then rows in the order of WindowColumn (row % 2, row
 // / 16, row % 16 / 2), then the first row of a sequence. Returns whether there is such a map.
@@ -1365,8 +1428,8 @@ bool MakeRepsMap(const ForwardParams& p, CUtensorMap* map) {
   const int64_t elements = (p.shape.num_kv_heads - 1) * p.reps.head_stride + p.shape.head_dim;
   if (encode == nullptr || elements > INT32_MAX || p.reps.token_stride > INT32_MAX) return false;
   const cuuint64_t row = static_cast<cuuint64_t>(p.reps.token_stride) * 2;
-  const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(elements), 2, static_cast<cuuint64_t>(Windows(p.batch)) * 4, 8,
-                               cuuint64_t{1} << 31};
+  const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(elements), 2,
+                               static_cast<cuuint64_t>(Windows(p.shape, p.batch)) * 4, 8, cuuint64_t{1} << 31};
   const cuuint64_t strides[4] = {row, 16 * row, 2 * row, row};
   const cuuint32_t box[5] = {64, 2, kWindow / 16, 8, 1}, steps[5] = {1, 1, 1, 1, 1};
   const auto type = p.shape.dtype == Dtype::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
@@ -1388,7 +1451,7 @@ cudaError_t LaunchChoose(const SelectArgs& args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, int kParts>
 cudaError_t LaunchStatistics(const SelectArgs& args, const CUtensorMap& map, cudaStream_t stream) {
   const dim3 grid(args.tile_end - args.tile_begin, args.p.shape.selection_heads);
   const bool hopper = DeviceArchitecture() >= 90;
@@ -1397,14 +1460,14 @@ cudaError_t LaunchStatistics(const SelectArgs& args, const CUtensorMap& map, cud
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   };
   if (hopper) {
-    const cudaError_t error = set_shared(StatisticsWgmmaKernel<T, kHeadDim>);
+    const cudaError_t error = set_shared(StatisticsWgmmaKernel<T, kHeadDim, kParts>);
     if (error != cudaSuccess) return error;
     const unsigned tiles = std::min(grid.x * grid.y, Multiprocessors());
-    StatisticsWgmmaKernel<T, kHeadDim><<<tiles, kWgThreads, shared, stream>>>(args, map);
+    StatisticsWgmmaKernel<T, kHeadDim, kParts><<<tiles, kWgThreads, shared, stream>>>(args, map);
   } else {
-    const cudaError_t error = set_shared(StatisticsKernel<T, kHeadDim>);
+    const cudaError_t error = set_shared(StatisticsKernel<T, kHeadDim, kParts>);
     if (error != cudaSuccess) return error;
-    StatisticsKernel<T, kHeadDim><<<grid, kPlainThreads, shared, stream>>>(args);
+    StatisticsKernel<T, kHeadDim, kParts><<<grid, kPlainThreads, shared, stream>>>(args);
   }
   return cudaGetLastError();
 }
@@ -1414,7 +1477,7 @@ cudaError_t Run(const ForwardParams& p, cudaStream_t stream) {
   SelectArgs args{};
   args.p = p;
   args.group = MakeGroup(p.shape);
-  args.windows = Windows(p.batch);
+  args.windows = Windows(p.shape, p.batch);
   const bool paged = p.batch.page_size != 0;
   args.rep_stride = !paged && p.reps.token_stride < int64_t{1} << 31 ? static_cast<uint32_t>(p.reps.token_stride) : 0;
   args.list_keys = (p.shape.top_k <= 16 ? kAtOnce : kCandidates) + 2;
@@ -1435,7 +1498,13 @@ cudaError_t Run(const ForwardParams& p, cudaStream_t stream) {
   for (int32_t begin = 0; begin < tiles; begin += chunk) {
     args.tile_begin = begin;
     args.tile_end = std::min(tiles, begin + chunk);
-    cudaError_t error = LaunchStatistics<T, kHeadDim>(args, map, stream);
+    cudaError_t error = cudaSuccess;
+    switch (p.shape.parts) {
+      case 1: error = LaunchStatistics<T, kHeadDim, 1>(args, map, stream); break;
+      case 2: error = LaunchStatistics<T, kHeadDim, 2>(args, map, stream); break;
+      case 4: error = LaunchStatistics<T, kHeadDim, 4>(args, map, stream); break;
+      default: error = LaunchStatistics<T, kHeadDim, 8>(args, map, stream); break;
+    }
     if (error != cudaSuccess) return error;
     switch (args.group.padded) {
       case 1: error = LaunchChoose<T, kHeadDim, 1>(args, stream); break;
@@ -1453,7 +1522,8 @@ cudaError_t Run(const ForwardParams& p, cudaStream_t stream) {
 
 size_t SelectWorkspaceSize(const Shape& shape, const Batch& batch) {
   if (shape.top_k == 0) return 0;
-  return static_cast<size_t>(RoomTiles(shape, batch, kSelectWorkspace)) * TileBytes(shape, batch);
+  const size_t tile = TileBytes(shape, batch);
+  return RoomTiles(shape, batch, std::max(kSelectWorkspace, LeastTiles(shape) * tile)) * tile;
 }
 
 cudaError_t Select(const ForwardParams& p, cudaStream_t stream) {

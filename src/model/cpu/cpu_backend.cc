@@ -93,6 +93,7 @@ class CpuModelBackend final : public ModelBackend {
   std::string device_name() const override { return "cpu"; }
   int32_t max_rows() const override { return max_rows_; }
   bool SetAdapter(const ModelSource& source) override;
+  void AddAdapter(const Adapter& adapter) override;
   std::unique_ptr<PageMemory> MakePages(size_t page_bytes, int32_t num_pages) override {
     return MakeHostPages(page_bytes, num_pages);
   }
@@ -102,13 +103,26 @@ class CpuModelBackend final : public ModelBackend {
   void Attend(int32_t layer, const StepGroup& group, const Plan& plan, AttentionTrace* trace) override;
   void OutputAndMlp(int32_t layer) override;
   void Logits(const std::function<void(size_t wanted, const LogitsRow& logits)>& use) override;
+  std::span<const float> Hidden() const override {
+    return {normed_.floats(), static_cast<size_t>(rows_->count) * static_cast<size_t>(config_.hidden)};
+  }
   void TimeStages(bool apart) override { stages_apart_ = apart; }
   const StepTimes& times() const override { return times_; }
 
  private:
-  // y = x · Wᵀ + bias for each of the outputs, with what the adapter adds to them; changes `outputs`.
+  // What adapters add to some products.
+  struct Added {
+    int32_t layer;
+    LowRank LayerWeights::*which;
+  };
+  // y = x · Wᵀ + bias for each of the outputs, with what the rows' adapters add to them; changes `outputs`.
   void Project(const float* x, int64_t x_stride, int32_t m, ActivationType activations, ActivationType activations_int8,
-               std::span<LinearOutput> outputs, const LowRank* adapter);
+               std::span<LinearOutput> outputs, const Added& added);
+  // The same with one adapter, or none, for all rows, and without any.
+  void ProjectAlike(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
+                    ActivationType activations_int8, std::span<LinearOutput> outputs, const LowRank* adapter);
+  void ProjectPlain(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
+                    ActivationType activations_int8, std::span<const LinearOutput> outputs);
   void Multiply(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
                 std::span<const LinearOutput> outputs);
   // projected_ = the experts of normed_'s rows.
@@ -116,10 +130,17 @@ class CpuModelBackend final : public ModelBackend {
   // What a half of a layer adds to the residual stream, in projected_, as it is added.
   void FinishHalf(const Vector& post_norm);
   size_t table_size() const { return static_cast<size_t>(max_rows_) * static_cast<size_t>(config_.head_dim); }
+  const LowRank& AdapterOf(const StepGroup& group, const Added& added) const {
+    const Weights& weights = group.adapter == 0 ? weights_ : *adapters_[static_cast<size_t>(group.adapter) - 1];
+    return weights.layers[static_cast<size_t>(added.layer)].*added.which;
+  }
+  AdapterSizes AllAdapters() const;
+  void MakeRoomForAdapters();
 
   const ModelConfig& config_;
   const WeightsMode mode_;
   Weights weights_;
+  std::vector<std::unique_ptr<const Weights>> adapters_;  // that texts may name, beside the one in weights_
   const int32_t kv_dtype_, max_rows_;
   ThreadPool& threads_;
   const LayerRopes ropes_;
@@ -167,11 +188,29 @@ CpuModelBackend::CpuModelBackend(const ModelConfig& config, Weights weights, con
 
 bool CpuModelBackend::SetAdapter(const ModelSource& source) {
   phsa::SetAdapter(source, mode_, weights_);
-  const BufferSizes sizes = SizesOf(config_, kv_dtype_, max_rows_, weights_.adapter, threads_.num_threads());
+  MakeRoomForAdapters();
+  return true;
+}
+
+void CpuModelBackend::AddAdapter(const Adapter& adapter) {
+  adapters_.push_back(std::make_unique<const Weights>(ReadAdapter(adapter, mode_, weights_.layers.size())));
+  MakeRoomForAdapters();
+}
+
+AdapterSizes CpuModelBackend::AllAdapters() const {
+  AdapterSizes all = weights_.adapter;
+  for (const auto& one : adapters_) {
+    all.rows = std::max(all.rows, one->adapter.rows);
+    all.ranks.insert(one->adapter.ranks.begin(), one->adapter.ranks.end());
+  }
+  return all;
+}
+
+void CpuModelBackend::MakeRoomForAdapters() {
+  const BufferSizes sizes = SizesOf(config_, kv_dtype_, max_rows_, AllAdapters(), threads_.num_threads());
   linear_workspace_.Reserve(sizes.linear);
   low_rank_.Reserve(sizes.low_rank);
   added_.Reserve(sizes.added);
-  return true;
 }
 
 void CpuModelBackend::Begin(const StepRows& rows) {
@@ -204,8 +243,47 @@ void CpuModelBackend::Multiply(const float* x, int64_t x_stride, int32_t m, Acti
 }
 
 void CpuModelBackend::Project(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
-                              ActivationType activations_int8, std::span<LinearOutput> outputs,
-                              const LowRank* adapter) {
+                              ActivationType activations_int8, std::span<LinearOutput> outputs, const Added& added) {
+  const std::vector<StepGroup>& groups = rows_->groups;
+  const LowRank& first = AdapterOf(groups.front(), added);
+  if (std::all_of(groups.begin(), groups.end(), [&](const auto& one) { return &AdapterOf(one, added) == &first; })) {
+    ProjectAlike(x, x_stride, m, activations, activations_int8, outputs, &first);
+    return;
+  }
+  // The weights are read once for all rows. A row's sum has the order that it has beside rows of its own kind, so that
+  // it is the same to the last bit.
+  std::vector<const float*> biases;
+  for (LinearOutput& output : outputs) biases.push_back(std::exchange(output.bias, nullptr));
+  ProjectPlain(x, x_stride, m, activations, activations_int8, outputs);
+  for (const StepGroup& group : groups) {
+    const LowRank& adapter = AdapterOf(group, added);
+    const float* const own = x + group.first_row * x_stride;
+    const int64_t rank = adapter.a.rows();
+    const ActivationType type = ActivationsFor(adapter.a.type(), activations, activations_int8);
+    if (rank > 0) {
+      const LinearOutput low[] = {{&adapter.a, nullptr, low_rank_.floats(), rank}};
+      Multiply(own, x_stride, group.num_rows, type, low);
+    }
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      const LinearOutput& output = outputs[i];
+      float* const y = output.y + group.first_row * output.y_stride;
+      const int32_t width = output.weights->rows();
+      const auto part =
+          std::find_if(adapter.parts.begin(), adapter.parts.end(), [&](const auto& one) { return one.output == i; });
+      if (part != adapter.parts.end()) {
+        const LinearOutput delta[] = {{&part->b, biases[i], added_.floats(), width}};
+        Multiply(low_rank_.floats() + part->first, rank, group.num_rows, type, delta);
+        AddRows(y, output.y_stride, added_.floats(), width, group.num_rows, width, threads_.executor());
+      } else if (biases[i] != nullptr) {
+        AddRows(y, output.y_stride, biases[i], 0, group.num_rows, width, threads_.executor());
+      }
+    }
+  }
+}
+
+void CpuModelBackend::ProjectAlike(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
+                                   ActivationType activations_int8, std::span<LinearOutput> outputs,
+                                   const LowRank* adapter) {
   const bool adapts = adapter != nullptr && adapter->a.rows() > 0;
   if (adapts) {
     // First, so that what is added to one row can go with its product in the place of the bias; added to several rows
@@ -223,6 +301,18 @@ void CpuModelBackend::Project(const float* x, int64_t x_stride, int32_t m, Activ
       added += int64_t{m} * part.b.rows();
     }
   }
+  ProjectPlain(x, x_stride, m, activations, activations_int8, outputs);
+  if (!adapts || m == 1) return;
+  const float* added = added_.floats();
+  for (const LowRank::Part& part : adapter->parts) {
+    const LinearOutput& output = outputs[part.output];
+    AddRows(output.y, output.y_stride, added, part.b.rows(), m, part.b.rows(), threads_.executor());
+    added += int64_t{m} * part.b.rows();
+  }
+}
+
+void CpuModelBackend::ProjectPlain(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
+                                   ActivationType activations_int8, std::span<const LinearOutput> outputs) {
   // Products of one weight type go in one call; a file may mix types within a layer.
   std::vector<LinearOutput> call;
   size_t done = 0;
@@ -235,13 +325,6 @@ void CpuModelBackend::Project(const float* x, int64_t x_stride, int32_t m, Activ
     Multiply(x, x_stride, m, ActivationsFor(type, activations, activations_int8), call);
     done += call.size();
     if (done == outputs.size()) break;
-  }
-  if (!adapts || m == 1) return;
-  const float* added = added_.floats();
-  for (const LowRank::Part& part : adapter->parts) {
-    const LinearOutput& output = outputs[part.output];
-    AddRows(output.y, output.y_stride, added, part.b.rows(), m, part.b.rows(), threads_.executor());
-    added += int64_t{m} * part.b.rows();
   }
 }
 
@@ -256,7 +339,7 @@ void CpuModelBackend::QueriesKeysValues(int32_t layer) {
                         {&w.k, Data(w.k_bias), keys_.floats(), kv_width},
                         {&w.v, Data(w.v_bias), values_.floats(), kv_width}};
   Project(normed_.floats(), config_.hidden, m, weights_.activations.qkv, weights_.activations.layer_int8, qkv,
-          &w.qkv_adapter);
+          {layer, &LayerWeights::qkv_adapter});
   times_.products += SecondsSince(clock);
 
   const KeyValues kv = cache.View(layer, rows_->page_table.data(), rows_->page_table_stride, cache.layout());
@@ -360,7 +443,7 @@ void CpuModelBackend::RunExperts(const LayerWeights& w) {
   float* const out = in + int64_t{max_rows_} * hidden;
   Clock::time_point clock = Clock::now();
   LinearOutput router[] = {{&w.router, nullptr, logits, config_.num_experts}};
-  Project(normed_.floats(), hidden, m, ActivationType::kF32, ActivationType::kF32, router, nullptr);
+  ProjectPlain(normed_.floats(), hidden, m, ActivationType::kF32, ActivationType::kF32, router);
   const std::vector<ExpertRows> routes = RouteToExperts(config_, logits, m);
   std::fill_n(projected_.floats(), int64_t{m} * hidden, 0.0f);
   // One expert after the other, so that a row's sum has one order, whatever other rows there are.
@@ -373,11 +456,11 @@ void CpuModelBackend::RunExperts(const LayerWeights& w) {
     }
     LinearOutput halves[] = {{&w.experts[e].gate, nullptr, gate_.floats(), width},
                              {&w.experts[e].up, nullptr, up_.floats(), width}};
-    Project(in, hidden, count, weights_.activations.gate_up, weights_.activations.layer_int8, halves, nullptr);
+    ProjectPlain(in, hidden, count, weights_.activations.gate_up, weights_.activations.layer_int8, halves);
     const auto gate = gate_kind_ == Gate::kSilu ? SiluMul : GeluMul;
     gate(gate_.floats(), width, up_.floats(), width, count, width, gate_.floats(), width, executor);
     LinearOutput down[] = {{&w.experts[e].down, nullptr, out, hidden}};
-    Project(gate_.floats(), width, count, weights_.activations.other, weights_.activations.layer_int8, down, nullptr);
+    ProjectPlain(gate_.floats(), width, count, weights_.activations.other, weights_.activations.layer_int8, down);
     for (int32_t i = 0; i < count; ++i) {
       const float weight = routes[e].weights[static_cast<size_t>(i)];
       const float* const from = out + int64_t{i} * hidden;
@@ -399,7 +482,7 @@ void CpuModelBackend::OutputAndMlp(int32_t layer) {
   times_.other += SecondsSince(clock);
   LinearOutput output[] = {{&w.o, Data(w.o_bias), projected_.floats(), hidden}};
   Project(queries_.floats(), q_width, m, weights_.activations.other, weights_.activations.layer_int8, output,
-          &w.o_adapter);
+          {layer, &LayerWeights::o_adapter});
   times_.products += SecondsSince(clock);
 
   FinishHalf(w.attention_post_norm);
@@ -412,7 +495,7 @@ void CpuModelBackend::OutputAndMlp(int32_t layer) {
     LinearOutput halves[] = {{&w.gate, Data(w.gate_bias), gate_.floats(), intermediate},
                              {&w.up, Data(w.up_bias), up_.floats(), intermediate}};
     Project(normed_.floats(), hidden, m, weights_.activations.gate_up, weights_.activations.layer_int8, halves,
-            &w.gate_up_adapter);
+            {layer, &LayerWeights::gate_up_adapter});
     times_.products += SecondsSince(clock);
     const auto gate = gate_kind_ == Gate::kSilu ? SiluMul : GeluMul;
     gate(gate_.floats(), intermediate, up_.floats(), intermediate, m, intermediate, gate_.floats(), intermediate,
@@ -420,7 +503,7 @@ void CpuModelBackend::OutputAndMlp(int32_t layer) {
     times_.other += SecondsSince(clock);
     LinearOutput down[] = {{&w.down, Data(w.down_bias), projected_.floats(), hidden}};
     Project(gate_.floats(), intermediate, m, weights_.activations.other, weights_.activations.layer_int8, down,
-            &w.down_adapter);
+            {layer, &LayerWeights::down_adapter});
     times_.products += SecondsSince(clock);
   }
 
@@ -447,8 +530,7 @@ void CpuModelBackend::Logits(const std::function<void(size_t wanted, const Logit
                   static_cast<size_t>(hidden) * sizeof(float));
     }
     LinearOutput output[] = {{&weights_.logits(), nullptr, logits_.floats(), config_.vocab_size}};
-    Project(residual_.floats(), hidden, count, weights_.activations.logits, weights_.activations.logits, output,
-            nullptr);
+    ProjectPlain(residual_.floats(), hidden, count, weights_.activations.logits, weights_.activations.logits, output);
     times_.products += SecondsSince(clock);
     for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
       use(first + i, HostLogitsRow({logits_.floats() + i * vocab, vocab}));
