@@ -48,6 +48,7 @@ struct AttentionCase {
   std::vector<int32_t> first;  // the queries of sequence s are its positions first[s] … kv_lens[s] - 1
   bool flags = true;
   float scale = 0;
+  int32_t window = 0;
   uint32_t seed = 1;
 
   int32_t num_q_heads() const { return num_kv_heads * group; }
@@ -255,6 +256,7 @@ class Session {
     desc.rep_starts = packed || rep_starts_.empty() ? nullptr : rep_starts_.data();
     desc.page_size = options_.page_size;
     desc.scale = case_.scale;
+    desc.window = case_.window;
     desc.max_threads = std::max(1, options_.executor.num_threads);
     return Plan(desc);
   }

@@ -158,7 +158,8 @@ void ExpectAgreesWithReference(const AttentionCase& c, const AttentionData& data
   for (int32_t s = 0; s < c.num_seqs(); ++s) {
     const int32_t len = c.kv_lens[Index(s)];
     for (int32_t kv_head = 0; kv_head < c.num_kv_heads; ++kv_head) {
-      const Method method = reference::MethodOf(settings, kv_head, c.head_dim, c.dtype, c.scale);
+      Method method = reference::MethodOf(settings, kv_head, c.head_dim, c.dtype, c.scale);
+      method.window = c.window;
       const Matrix k = Head(data.k[Index(s)], len, c.num_kv_heads, kv_head, c.head_dim);
       const Matrix v = Head(data.v[Index(s)], len, c.num_kv_heads, kv_head, c.head_dim);
       const Matrix v_absolute = Absolute(v);
@@ -400,6 +401,58 @@ TEST_F(Attention, ChunksOfAnySizeGiveTheBitsOfOnePass) {
     choices += QueriesWithAChoice(c);
   }
   EXPECT_GT(choices, 1500);
+}
+
+TEST_F(Attention, AWindowIsReadToItsFirstTokenInAnyChunks) {
+  Random random(41);
+  for (int n = 0; n < 60; ++n) {
+    AttentionCase c = RandomCase(&random, {.work = 4'000'000, .self_attention = true});
+    SetPolicy(&c, Policy::kDense);
+    // Around blocks of 16 and chunks of 128 tokens, and beyond most texts.
+    c.window = OneOf(&random, {1, 2, 15, 16, 17, 31, 64, 100, 128, 129, 300, 100'000});
+    const AttentionData data = MakeData(c);
+    SCOPED_TRACE(fmt::format("case {}: window {} {}", n, c.window, Describe(c)));
+    ForEachTarget([&] {
+      const AttentionResult whole = RunCase(c, data);
+      ExpectAgreesWithReference(c, data, whole);
+      for (const int32_t chunk : {1, 7, 512}) {
+        SCOPED_TRACE(fmt::format("chunks of {}", chunk));
+        EXPECT_SAME_RESULT(whole, RunInChunks(c, data, chunk, {}));
+      }
+    });
+    if (HasFailure()) return;
+  }
+}
+
+TEST(Window, ReadsItsTokensAndTakesNothingButDenseForward) {
+  const int32_t length = 1000;
+  PlanDesc desc;
+  desc.settings.policy = Policy::kDense;
+  desc.num_q_heads = desc.num_kv_heads = 1;
+  desc.head_dim = 64;
+  desc.num_seqs = 1;
+  desc.q_lens = desc.kv_lens = &length;
+  desc.window = 100;
+  int64_t read = 0, dense = 0;
+  Plan(desc).TokensRead(nullptr, &read, &dense);
+  EXPECT_EQ(read, 100 * 101 / 2 + 900 * 100);
+  EXPECT_EQ(dense, 1000 * 1001 / 2);
+  const auto refusal = [&] {
+    try {
+      const Plan plan(desc);
+      return std::string();
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+  };
+  desc.settings.policy = Policy::kPhsa;
+  EXPECT_EQ(refusal(), "plan: window is 100 with the policy phsa; a window takes dense");
+  desc.settings.policy = Policy::kDense;
+  desc.device = PHSA_DEVICE_CUDA;
+  EXPECT_EQ(refusal(), "plan: window is 100; the CUDA kernels have no windows");
+  desc.device = PHSA_DEVICE_CPU;
+  desc.window = -1;
+  EXPECT_EQ(refusal(), "plan: window is -1; allowed: 0 (no limit) to 1073741824");
 }
 
 TEST_F(Attention, ALongPromptInChunksGivesTheBitsOfOnePass) {

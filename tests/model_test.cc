@@ -5,6 +5,7 @@
 
 #include "base/dtype.h"
 #include "fake_model.h"
+#include "model/cpu/experts.h"
 #include "model/cuda/weight_layout.h"
 #include "model/decoder.h"
 #include "model/kv_cache.h"
@@ -125,6 +126,76 @@ TEST(Decoder, ChoosingEverythingIsDense) {
   const std::vector<float> expected = dense.Read(a, tokens), got = sparse.Read(b, tokens);
   ASSERT_EQ(expected.size(), got.size());
   for (size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(expected[i], got[i], 1e-4) << i;
+}
+
+// A window in the first layer, none in the second.
+LayerTraits Window(int32_t tokens) {
+  LayerTraits traits;
+  traits.window = tokens;
+  return traits;
+}
+
+TEST(Decoder, ALayerWithAWindowKeepsItAndTheOthersChoose) {
+  FakeModel model;
+  model.config_for_test().layers = {Window(40), {}};
+  const FakeModel plain;
+  LayerSettings sparse;
+  sparse.base.init_tokens = 16;
+  sparse.base.local_tokens = 32;
+  sparse.base.top_k = 2;
+  LayerSettings all = sparse;
+  all.base.top_k = 64;
+  Runner dense(model), choosing(model, WeightsMode::kF32, PHSA_F32, 1, 8, sparse),
+      everything(model, WeightsMode::kF32, PHSA_F32, 1, 8, all), without(plain);
+  const std::vector<int32_t> tokens = Tokens(600, 6);
+  Sequence a(dense.cache), b(choosing.cache), c(everything.cache), d(without.cache);
+  const std::vector<float> expected = dense.Read(a, tokens), got = everything.Read(c, tokens);
+  for (size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(expected[i], got[i], 1e-4) << i;
+  EXPECT_FALSE(SameBits(without.Read(d, tokens), expected)) << "the window must matter";
+  EXPECT_EQ(choosing.cache.layout().layers[0].rep_rows, 0) << "a window needs no representatives";
+  EXPECT_GT(choosing.cache.layout().layers[1].rep_rows, 0);
+
+  std::vector<std::pair<Policy, int32_t>> seen;  // of each layer: policy, slots of its lists
+  choosing.decoder.Observe(
+      [&](const LayerAttention& layer) { seen.emplace_back(layer.settings.policy, layer.plan.SelectionSlots()); });
+  EXPECT_FALSE(SameBits(choosing.Read(b, tokens), expected));
+  EXPECT_EQ(seen[0], std::pair(Policy::kDense, 0));
+  EXPECT_EQ(seen[1], std::pair(Policy::kPhsa, 2));
+  // Of the first layer: 40 tokens at each of the positions from 39 on.
+  const int64_t heads = model.config().num_q_heads, dense_reads = 600 * 601 / 2;
+  EXPECT_EQ(dense.decoder.tokens_read().read, heads * (40 * 41 / 2 + 560 * 40 + dense_reads));
+  EXPECT_EQ(dense.decoder.tokens_read().dense, heads * 2 * dense_reads);
+}
+
+TEST(Decoder, AWindowInChunksGivesTheBitsOfOnePass) {
+  FakeModel model;
+  model.config_for_test().layers = {Window(40), {}};
+  const std::vector<int32_t> tokens = Tokens(200);
+  Runner runner(model, WeightsMode::kBf16, PHSA_BF16);
+  Sequence whole(runner.cache);
+  const std::vector<float> expected = runner.Read(whole, tokens);
+  for (const size_t chunk : {1, 7, 64}) {
+    Sequence sequence(runner.cache);
+    EXPECT_TRUE(SameBits(runner.Read(sequence, tokens, chunk), expected)) << chunk;
+  }
+}
+
+TEST(Experts, ATokenTakesTheLikeliestAndTheirWeightsAddUp) {
+  ModelConfig config;
+  config.num_experts = 4;
+  config.experts_per_token = 2;
+  const float logits[] = {0, 3, 1, 1, 5, 4, 0, 0};  // two tokens; ties go to the lower expert
+  for (const bool normalized : {true, false}) {
+    config.normalized_experts = normalized;
+    const std::vector<ExpertRows> routes = RouteToExperts(config, logits, 2);
+    EXPECT_EQ(routes[0].rows, std::vector<int32_t>({1}));
+    EXPECT_EQ(routes[1].rows, std::vector<int32_t>({0, 1}));
+    EXPECT_EQ(routes[2].rows, std::vector<int32_t>({0}));
+    EXPECT_TRUE(routes[3].rows.empty());
+    const double rest = normalized ? 0 : std::exp(0.0) + std::exp(1.0);
+    EXPECT_NEAR(routes[1].weights[0], std::exp(3.0) / (std::exp(3.0) + std::exp(1.0) + rest), 1e-6);
+    EXPECT_NEAR(routes[2].weights[0], std::exp(1.0) / (std::exp(3.0) + std::exp(1.0) + rest), 1e-6);
+  }
 }
 
 TEST(Decoder, ATextBeyondTheCacheIsRefusedAndChangesNothing) {

@@ -489,6 +489,27 @@ TEST_F(Ops, RmsNormEqualsItsFormulaAlsoInPlaceAndAfterAnAddition) {
   });
 }
 
+TEST_F(Ops, GeluMulEqualsItsFormulaForAllMagnitudes) {
+  ForEachTarget([&] {
+    for (const int32_t dim : kDims) {
+      for (const float size : {0.01f, 1.0f, 5.0f, 1000.0f}) {
+        const std::vector<float> gate = RandomFloats(static_cast<size_t>(dim), 113, size);
+        const std::vector<float> up = RandomFloats(static_cast<size_t>(dim), 114);
+        std::vector<float> out(static_cast<size_t>(dim)), in_place = gate;
+        GeluMul(gate.data(), dim, up.data(), dim, 1, dim, out.data(), dim, {});
+        GeluMul(in_place.data(), dim, up.data(), dim, 1, dim, in_place.data(), dim, {});
+        EXPECT_EQ(in_place, out);
+        for (size_t i = 0; i < out.size(); ++i) {
+          const double g = gate[i], u = 0.7978845608028654 * (g + 0.044715 * g * g * g);
+          // 1 + tanh(u) without what cancels far below zero; there u's own rounding counts |u| times.
+          const double expected = g / (1 + std::exp(-2 * u)) * up[i];
+          ASSERT_NEAR(out[i], expected, 1e-6 * (1 + std::fabs(u)) * std::fabs(expected) + 1e-33) << gate[i];
+        }
+      }
+    }
+  });
+}
+
 TEST_F(Ops, SiluMulEqualsItsFormulaForAllMagnitudes) {
   ForEachTarget([&] {
     for (const int32_t dim : kDims) {

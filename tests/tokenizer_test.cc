@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -436,11 +437,44 @@ TEST(TokenizerGguf, WhatIsWrongIsRefusedByName) {
   for (const char* name : {"klingon", "smollm", "qwen2", "llama-bpe", "gpt-2"}) {
     EXPECT_NE(unknown.find(name), std::string::npos) << unknown;
   }
-  EXPECT_NE(refusal([](BpeVocabulary& v) { v.model = "llama"; }).find("llama"), std::string::npos);
+  EXPECT_NE(refusal([](BpeVocabulary& v) { v.model = "bert"; }).find("bert"), std::string::npos);
+  EXPECT_NE(refusal([](BpeVocabulary& v) { v.model = "llama"; }).find("scores has 0"), std::string::npos);
+  const std::string no_number = refusal([](BpeVocabulary& v) {
+    v.model = "llama";
+    v.scores.assign(v.tokens.size(), NAN);
+  });
+  EXPECT_NE(no_number.find("scores[0] is nan"), std::string::npos) << no_number;
   EXPECT_NE(refusal([](BpeVocabulary& v) { v.tokens.clear(); }).find("tokens"), std::string::npos);
   EXPECT_NE(refusal([](BpeVocabulary& v) { v.token_types.pop_back(); }).find("token_type"), std::string::npos);
   EXPECT_NE(refusal([](BpeVocabulary& v) { v.merges[3] = "none"; }).find("merges[3]"), std::string::npos);
   EXPECT_NE(refusal([](BpeVocabulary& v) { v.merges[3] = "no token"; }).find("merges[3]"), std::string::npos);
+}
+
+TEST(TokenizerGguf, NamesOfNewerModelsCutAsTheirOwnTokenizerJsonDoes) {
+  // What Mistral's tokenizer.json has since Nemo.
+  Json tekken = KindJson("gpt4o");
+  tekken["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] =
+      R"([^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|)"
+      R"([^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|)"
+      R"( ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+  tekken["model"]["ignore_merges"] = true;
+  Json plain_llama3 = KindJson("llama3");
+  plain_llama3["model"]["ignore_merges"] = false;
+  const std::pair<const char*, Json> names[] = {{"tekken", tekken},
+                                                {"refact", KindJson("smollm2")},
+                                                {"dbrx", plain_llama3},
+                                                {"glm4", plain_llama3},
+                                                {"chatglm-bpe", plain_llama3}};
+  const Json texts = ReadData("expected.json")["texts"];
+  for (const auto& [name, json] : names) {
+    const Tokenizer from_gguf = Tokenizer::FromVocabulary(Vocabulary(name, json), "m.gguf");
+    const Tokenizer from_json = Tokenizer::FromJson(json.dump(), "", "t.json");
+    for (const Json& text : texts) {
+      const std::string one = text.get<std::string>() + " HTMLParser's 12345 //\n/x ÉTÉ";
+      EXPECT_EQ(from_gguf.Encode(one, SpecialTokens::kRecognise), from_json.Encode(one, SpecialTokens::kRecognise))
+          << name << " " << one;
+    }
+  }
 }
 
 TEST(TokenizerGguf, BeginAndEndAreTheFilesAndOutOfRangeIsNone) {

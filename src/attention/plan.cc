@@ -51,6 +51,26 @@ void TakeSettings(const Settings& settings, PlanImpl* plan) {
   }
 }
 
+// A window is local attention cut off at a token and not at a block.
+void TakeWindow(const PlanDesc& desc, PlanImpl* plan) {
+  if (desc.window == 0) return;
+  if (desc.window < 0 || desc.window > kMaxTokens) {
+    ThrowInvalid("plan: window is {}; allowed: 0 (no limit) to {}", desc.window, kMaxTokens);
+  }
+  if (!plan->dense) {
+    Throw(PHSA_UNSUPPORTED, "plan: window is {} with the policy {}; a window takes dense", desc.window,
+          Name(desc.settings.policy));
+  }
+  if (desc.device != PHSA_DEVICE_CPU) {
+    Throw(PHSA_UNSUPPORTED, "plan: window is {}; the CUDA kernels have no windows", desc.window);
+  }
+  plan->window = desc.window;
+  plan->dense = false;
+  plan->settings.dense_below = 0;
+  plan->init_blocks = 0;
+  plan->local_blocks = CeilDiv(desc.window - 1, plan->block);
+}
+
 void TakeHeads(const PlanDesc& desc, PlanImpl* plan) {
   if (desc.dtype != PHSA_F32 && desc.dtype != PHSA_F16 && desc.dtype != PHSA_BF16) {
     ThrowInvalid("plan: dtype is {}; allowed: 0 (f32), 1 (f16), 2 (bf16)", desc.dtype);
@@ -176,6 +196,7 @@ void CheckForward(const PlanImpl& plan, const ForwardParams& params, const char*
 Plan::Plan(const PlanDesc& desc) {
   auto plan = std::make_unique<PlanImpl>();
   TakeSettings(desc.settings, plan.get());
+  TakeWindow(desc, plan.get());
   TakeHeads(desc, plan.get());
   TakeSequences(desc, plan.get());
   if (desc.device == PHSA_DEVICE_CUDA) {
@@ -252,6 +273,7 @@ void Plan::Backward(const BackwardParams& params) const {
   }
   CheckKv(plan, params.kv, "backward", true);
   CheckExecutor(plan, params.executor, "backward");
+  if (plan.window > 0) Throw(PHSA_UNSUPPORTED, "backward: window is {}; allowed: 0", plan.window);
   if (plan.page_size > 0 || !plan.self_attention) {
     throw Error(PHSA_UNSUPPORTED,
                 "backward: allowed: contiguous keys (page_size 0) and q_len = kv_len for every sequence");
@@ -303,8 +325,8 @@ void Plan::TokensRead(const int32_t* selection, int64_t* read, int64_t* dense) c
       const int64_t position = seq.first_position() + i;
       const int32_t b = static_cast<int32_t>(position / plan.block);
       *dense += (position + 1) * plan.num_q_heads;
-      if (plan.BelowDense(b)) {
-        *read += (position + 1) * plan.num_q_heads;
+      if (plan.BelowDense(b) || plan.window > 0) {
+        *read += (position + 1 - plan.WindowBegin(static_cast<int32_t>(position))) * plan.num_q_heads;
         continue;
       }
       const int32_t local_begin = plan.CandidateEnd(b);

@@ -63,6 +63,7 @@ struct PlanImpl {
   int32_t parts = 1;         // representatives of a block by which it is chosen
   int32_t survivors = 0;     // with parts: blocks that the rows of reps leave for them, at least top_k
   bool dense = false;        // every query reads everything
+  int32_t window = 0;        // tokens that a query reads at most, its own included; 0: no limit
   int32_t rep_stride = 16;   // tokens between the starts of two rows of reps
   int32_t rep_span = 16;     // tokens that one row of reps covers
   int32_t rep_width = 0;     // elements of a row and KV head
@@ -87,6 +88,8 @@ struct PlanImpl {
     return dense || b * block < settings.dense_below || CandidateEnd(b) - init_blocks <= top_k;
   }
   bool BelowDense(int32_t b) const { return dense || b * block < settings.dense_below; }
+  // The first token that a query at `position` may read at all.
+  int32_t WindowBegin(int32_t position) const { return window > 0 ? std::max(0, position + 1 - window) : 0; }
 };
 
 // Where things lie. Blocks never cross a page. Elements are counted in the plan's dtype.

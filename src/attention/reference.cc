@@ -260,7 +260,9 @@ std::vector<int32_t> Tokens(const Method& method, std::span<const int32_t> chose
     const bool init = t < method.init_blocks;
     const bool local = t >= own - method.local_blocks;
     if (!all && !init && !local && std::find(chosen.begin(), chosen.end(), t) == chosen.end()) continue;
-    for (int32_t i = t * method.block; i < (t + 1) * method.block && i <= position; ++i) tokens.push_back(i);
+    for (int32_t i = t * method.block; i < (t + 1) * method.block && i <= position; ++i) {
+      if (method.window == 0 || i > position - method.window) tokens.push_back(i);
+    }
   }
   return tokens;
 }

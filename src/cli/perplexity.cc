@@ -94,6 +94,8 @@ void RunPerplexity(const PerplexityFlags& flags) {
   std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
   Tokenizer tokenizer = LoadTokenizer(*source);
   std::vector<int32_t> tokens = tokenizer.Encode(text, SpecialTokens::kAsText);
+  // Gemma without its begin token is another model.
+  if (tokenizer.add_bos() && tokenizer.bos() >= 0) tokens.insert(tokens.begin(), tokenizer.bos());
   const int32_t context = flags.model.context > 0 ? flags.model.context : source->config().context;
   if (context < 2) ThrowInvalid("perplexity: -c is {}; it needs at least 2 tokens", context);
   if (tokens.size() < static_cast<size_t>(context)) {

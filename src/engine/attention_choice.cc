@@ -187,6 +187,12 @@ bool Chooses(Policy policy) { return policy != Policy::kDense && policy != Polic
 
 LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig& config, int64_t context) {
   LayerSettings settings = Resolve(choice, config, context);
+  // A layer with a window keeps it: nothing is chosen there, and reports shall not say otherwise.
+  for (int32_t layer = 0; layer < config.num_layers; ++layer) {
+    if (config.Layer(layer).window == 0) continue;
+    Settings& own = settings.layers[layer] = settings.base;
+    own.policy = Policy::kDense;
+  }
   // Layers that differ in what dense attention does not look at are none.
   if (!AnyLayer(settings, [](const Settings& one) { return one.policy != Policy::kDense; })) settings.layers.clear();
   return settings;

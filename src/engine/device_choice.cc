@@ -37,6 +37,9 @@ DeviceName Parse(std::string_view name) {
 
 // Why a GPU cannot run the model so; empty: it can.
 std::string Unsupported(const ModelSource& source, const DeviceNeeds& needs) {
+  if (const std::string special = SpecialSteps(source.config()); !special.empty()) {
+    return fmt::format("{} models have {}, which the GPU cannot do yet", source.config().architecture, special);
+  }
   BackendOptions options;
   options.weights = needs.weights;
   options.kv_dtype = needs.kv_dtype.value_or(DefaultKvType(needs.weights, PHSA_DEVICE_CUDA));
@@ -55,9 +58,10 @@ int32_t DefaultKvType(WeightsMode weights, int32_t device) {
 
 std::string UnsupportedAttention(const LayerSettings& attention, const ModelConfig& config, int32_t kv_dtype,
                                  int32_t device) {
-  const DistinctSettings distinct(attention, config.num_layers);
-  for (const Settings* settings : distinct.all) {
-    PlanDesc desc = PagedPlan(config, *settings, kv_dtype);
+  const DistinctSettings distinct(attention, config);
+  for (size_t i = 0; i < distinct.all.size(); ++i) {
+    PlanDesc desc = PagedPlan(config, *distinct.all[i], kv_dtype);
+    desc.window = distinct.windows[i];
     const int32_t tokens = kPageTokens;
     desc.num_seqs = 1;
     desc.q_lens = desc.kv_lens = &tokens;

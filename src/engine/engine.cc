@@ -123,6 +123,8 @@ BpeVocabulary GgufVocabulary(const ModelSource& source) {
   vocabulary.tokens = gguf.tokens;
   vocabulary.token_types = gguf.token_types;
   vocabulary.merges = gguf.merges;
+  vocabulary.scores = gguf.scores;
+  vocabulary.add_space_prefix = gguf.add_space_prefix;
   vocabulary.bos = gguf.bos;
   vocabulary.eos = gguf.eos;
   vocabulary.add_bos = gguf.add_bos;

@@ -10,6 +10,7 @@
 #include "base/new_file.h"
 #include "engine/attention_choice.h"
 #include "engine/engine.h"
+#include "io/architecture.h"
 #include "io/gguf.h"
 #include "io/gguf_names.h"
 #include "io/hf_config.h"
@@ -79,10 +80,11 @@ class MergedRows {
   std::vector<float> a_, b_;
 };
 
-// GGUF stores q and k of the architecture llama for RoPE over neighbours: the inverse of FileRow.
+// GGUF stores q and k of Llama and its like for RoPE over neighbours: the inverse of FileRow.
 int64_t RowForGguf(const ModelTensor& tensor, const ModelConfig& config, int64_t row) {
-  const bool turned = config.architecture == "llama" && (tensor.name.find("q_proj") != std::string::npos ||
-                                                         tensor.name.find("k_proj") != std::string::npos);
+  const bool turned =
+      ArchitectureOf(config).gguf_interleaves_rope_rows &&
+      (tensor.name.find("q_proj") != std::string::npos || tensor.name.find("k_proj") != std::string::npos);
   if (!turned) return row;
   const int64_t half = config.head_dim / 2, head = row / config.head_dim, i = row % config.head_dim;
   return head * config.head_dim + i / 2 + (i % 2) * half;
@@ -164,7 +166,7 @@ class Exporter {
 
   bool ToGguf(const fs::path& out) {
     if (fs::exists(out) && !options_.replace) ThrowInvalid("{}: is there already; --force replaces it", out.string());
-    const std::string& architecture = config_.architecture;
+    const std::string architecture(ArchitectureOf(config_).gguf);
     GgufHeader header;
     header.AddText("general.architecture", architecture);
     header.AddText("general.type", "model");
@@ -185,7 +187,7 @@ class Exporter {
       // llama.cpp wants vectors in f32, and keeps what has no whole blocks in f16.
       TensorType type = tensor.rows == 0 ? TensorType::kF32 : type_;
       if (tensor.cols % TensorTypeBlockElements(type) != 0) type = TensorType::kF16;
-      items.push_back({{GgufName(tensor.name), type, tensor.tensor->shape}, &tensor, {}});
+      items.push_back({{GgufName(ArchitectureOf(config_), tensor.name), type, tensor.tensor->shape}, &tensor, {}});
     }
     NewFile file(out);
     file.Write(header.Finish(Outputs(items)));
@@ -299,7 +301,8 @@ class Exporter {
       json = ReadJsonFile(fs::path(source_.path()) / "config.json", kMaxJsonBytes);
     } else {
       const bool some = Has("q_proj.bias") || Has("o_proj.bias");
-      if (some && config_.architecture != "qwen2" && !(Has("q_proj.bias") && Has("o_proj.bias"))) {
+      if (some && ArchitectureOf(config_).qkv_bias == Presence::kOptional &&
+          !(Has("q_proj.bias") && Has("o_proj.bias"))) {
         Throw(PHSA_UNSUPPORTED,
               "{}: has a bias on some of q, k, v and o, for which config.json has no word; a GGUF file can be written",
               source_.path());
@@ -351,7 +354,7 @@ class Exporter {
   }
 
   void AddConfig(GgufHeader& header) const {
-    const auto key = [&](const char* name) { return fmt::format("{}.{}", config_.architecture, name); };
+    const auto key = [&](const char* name) { return fmt::format("{}.{}", ArchitectureOf(config_).gguf, name); };
     const auto integer = [&](const char* name, int32_t value) {
       header.AddInteger(key(name), static_cast<uint32_t>(value));
     };
@@ -449,6 +452,11 @@ class Exporter {
 bool ExportModel(const ModelSource& source, const fs::path& out, const ExportOptions& options, ThreadPool& threads) {
   if (options.format == ExportFormat::kSafetensors && options.type == TensorType::kQ8_0) {
     ThrowInvalid("--type is q8_0; allowed for safetensors: f32, f16, bf16");
+  }
+  // The keys that say this are not written yet.
+  if (const std::string special = SpecialSteps(source.config()); !special.empty()) {
+    Throw(PHSA_UNSUPPORTED, "{}: {} models have {}, which export cannot write yet", source.path(),
+          source.config().architecture, special);
   }
   Exporter exporter(source, options, threads);
   return options.format == ExportFormat::kGguf ? exporter.ToGguf(out) : exporter.ToFolder(out);

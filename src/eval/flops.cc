@@ -42,6 +42,14 @@ AttentionFlops LayerFlops(const Settings& settings, const ModelConfig& config, i
   return flops;
 }
 
+// Of a layer whose queries attend to the last `window` tokens.
+AttentionFlops WindowFlops(int32_t window, const ModelConfig& config, int32_t tokens) {
+  const double within = std::min(window, tokens), beyond = tokens - within;
+  AttentionFlops flops;
+  flops.attention = 4.0 * config.head_dim * config.num_q_heads * (within * (within + 1) / 2 + beyond * window);
+  return flops;
+}
+
 }  // namespace
 
 AttentionFlops CountAttentionFlops(const LayerSettings& attention, const ModelConfig& config, int32_t tokens) {
@@ -49,6 +57,10 @@ AttentionFlops CountAttentionFlops(const LayerSettings& attention, const ModelCo
   const Settings* last = nullptr;
   AttentionFlops flops;
   for (int32_t layer = 0; layer < config.num_layers; ++layer) {
+    if (const int32_t window = config.Layer(layer).window; window > 0) {
+      sum += WindowFlops(window, config, tokens);
+      continue;
+    }
     const Settings& settings = attention.ForLayer(layer);
     // Neighbours are mostly alike.
     if (last == nullptr || settings != *last) flops = LayerFlops(settings, config, tokens);

@@ -193,7 +193,7 @@ class MassMeter {
   void WatchHead(const LayerAttention& attention, int32_t head, bool others) {
     const ForwardParams& params = attention.params;
     const int32_t dim = config_.head_dim, group = config_.num_q_heads / config_.num_kv_heads;
-    const float scale = 1 / std::sqrt(static_cast<float>(dim));
+    const float scale = config_.attention_scale > 0 ? config_.attention_scale : 1 / std::sqrt(static_cast<float>(dim));
     const size_t index =
         static_cast<size_t>(attention.layer) * static_cast<size_t>(config_.num_q_heads) + static_cast<size_t>(head);
     const auto tokens = std::min(static_cast<int32_t>(sentence_of_.size()), attention.kv_lens[0]);

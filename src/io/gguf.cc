@@ -479,6 +479,17 @@ std::optional<std::vector<int64_t>> GgufFile::Integers(std::string_view key) con
   return out;
 }
 
+std::optional<std::vector<float>> GgufFile::Floats(std::string_view key) const {
+  const GgufValue* value = Find(key);
+  if (value == nullptr) return std::nullopt;
+  if (value->type != GgufType::kArray || value->element != GgufType::kFloat32) {
+    WrongType(key, *value, "array of 32-bit numbers");
+  }
+  std::vector<float> out(value->count);
+  std::memcpy(out.data(), value->data, value->count * sizeof(float));
+  return out;
+}
+
 std::optional<std::vector<std::string>> GgufFile::Strings(std::string_view key) const {
   const GgufValue* value = Find(key);
   if (value == nullptr) return std::nullopt;

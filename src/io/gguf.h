@@ -63,6 +63,7 @@ class GgufFile {
   std::optional<bool> Bool(std::string_view key) const;
   std::optional<std::string_view> String(std::string_view key) const;
   std::optional<std::vector<int64_t>> Integers(std::string_view key) const;
+  std::optional<std::vector<float>> Floats(std::string_view key) const;
   std::optional<std::vector<std::string>> Strings(std::string_view key) const;
   const GgufValue* Find(std::string_view key) const;
 

@@ -6,20 +6,21 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "io/architecture.h"
 #include "io/gguf.h"
 #include "io/gguf_names.h"
+#include "io/hub.h"
 #include "io/source.h"
 
 namespace phsa {
 namespace {
 
-constexpr double kMaxRopeBase = 1e15;
 constexpr double kMaxFactor = 1e6;
 
 // Tokens that end a turn or a text in the models we know. A GGUF file names one end token, where a Hugging Face folder
 // lists all of them in generation_config.json.
-constexpr std::string_view kEndTokens[] = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>",
-                                           "<|end_of_text|>"};
+constexpr std::string_view kEndTokens[] = {"<|im_end|>", "<|endoftext|>",   "<|eot_id|>",
+                                           "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>"};
 constexpr int64_t kControlToken = 3;
 
 class GgufSource final : public ModelSource {
@@ -28,12 +29,9 @@ class GgufSource final : public ModelSource {
     path_ = gguf_.file().path();
     format_ = fmt::format("GGUF v{}", gguf_.version());
     file_bytes_ = gguf_.file().size();
-    for (const Tensor& tensor : gguf_.tensors()) by_name_.emplace(HuggingFaceName(tensor.name), &tensor);
-
-    const int64_t parts = gguf_.Integer("split.count").value_or(1);
-    if (parts > 1) {
-      ThrowInvalid("{}: is one of {} parts of a split model: join them first (llama-gguf-split --merge)", path_, parts);
-    }
+    OpenParts();
+    ReadArchitecture();
+    for (const Tensor* tensor : Tensors()) by_name_.emplace(HuggingFaceName(*architecture_, tensor->name), tensor);
     ReadConfig();
     CheckEmbedding(*this, "token_embd.weight");
     ReadTokenizer();
@@ -50,10 +48,19 @@ class GgufSource final : public ModelSource {
     std::vector<const Tensor*> out;
     out.reserve(gguf_.tensors().size());
     for (const Tensor& tensor : gguf_.tensors()) out.push_back(&tensor);
+    for (const std::unique_ptr<GgufFile>& part : parts_) {
+      for (const Tensor& tensor : part->tensors()) out.push_back(&tensor);
+    }
     return out;
   }
 
-  void Release(const Tensor& tensor) const override { gguf_.file().Release(tensor.data, tensor.bytes); }
+  void Release(const Tensor& tensor) const override {
+    const auto holds = [&](const GgufFile& part) {
+      return tensor.data >= part.file().data() && tensor.data < part.file().data() + part.file().size();
+    };
+    const auto found = std::find_if(parts_.begin(), parts_.end(), [&](const auto& part) { return holds(*part); });
+    (found == parts_.end() ? gguf_ : **found).file().Release(tensor.data, tensor.bytes);
+  }
 
   std::vector<std::pair<std::string, std::string>> Metadata() const override {
     std::vector<std::pair<std::string, std::string>> out;
@@ -65,8 +72,37 @@ class GgufSource final : public ModelSource {
   }
 
  private:
+  // The other files of a split model. The first has the metadata, all have tensors.
+  void OpenParts() {
+    const int64_t count = gguf_.Integer("split.count").value_or(1);
+    if (count <= 1) return;
+    const std::filesystem::path path = path_;
+    const std::optional<GgufPart> first = PartOfSplitGguf(path.filename().string());
+    if (!first || first->count != count) {
+      ThrowInvalid("{}: is one of {} parts of a split model; their names must end in -00001-of-{:05}.gguf and so on",
+                   path_, count, count);
+    }
+    if (first->number != 1) {
+      ThrowInvalid("{}: is part {} of {} of a split model: give the first, {}", path_, first->number, count,
+                   (path.parent_path() / first->Name(1)).string());
+    }
+    for (int32_t number = 2; number <= first->count; ++number) {
+      const std::filesystem::path other = path.parent_path() / first->Name(number);
+      std::error_code ignored;
+      if (!std::filesystem::exists(other, ignored)) {
+        ThrowInvalid("{}: is missing, part {} of {} of the model: fetch it", other.string(), number, count);
+      }
+      parts_.push_back(std::make_unique<GgufFile>(MappedFile(other)));
+      if (parts_.back()->Integer("split.no").value_or(-1) != number - 1) {
+        ThrowInvalid("{}: is not part {} of {}", other.string(), number, count);
+      }
+      file_bytes_ += parts_.back()->file().size();
+    }
+    format_ += fmt::format(", {} files", count);
+  }
+
   // Keys of the architecture: "block_count" is "llama.block_count".
-  std::string Key(std::string_view name) const { return fmt::format("{}.{}", config_.architecture, name); }
+  std::string Key(std::string_view name) const { return fmt::format("{}.{}", architecture_->gguf, name); }
 
   int32_t RequiredInt(std::string_view name, int64_t high) const {
     const std::string key = Key(name);
@@ -109,18 +145,23 @@ class GgufSource final : public ModelSource {
     return CheckedInt(gguf_.Where(key), heads.front(), 1, kMaxModelHeads);
   }
 
-  void ReadConfig() {
-    const std::optional<std::string_view> architecture = gguf_.String("general.architecture");
-    if (!architecture) ThrowInvalid("{}: has no general.architecture: the file is not a whole model", path_);
-    if (!IsKnownArchitecture(*architecture)) {
-      ThrowInvalid("{} is {}; allowed: {}", gguf_.Where("general.architecture"), Quoted(*architecture), kArchitectures);
+  void ReadArchitecture() {
+    const std::optional<std::string_view> name = gguf_.String("general.architecture");
+    if (!name) ThrowInvalid("{}: has no general.architecture: the file is not a whole model", path_);
+    for (const Architecture* known : Architectures()) {
+      if (architecture_ == nullptr && known->gguf == *name && !name->empty()) architecture_ = known;
     }
-    config_.architecture = std::string(*architecture);
+    if (architecture_ == nullptr) {
+      ThrowInvalid("{} is {}; allowed: {}", gguf_.Where("general.architecture"), Quoted(*name),
+                   ArchitectureNames(&Architecture::gguf));
+    }
+    config_.architecture = std::string(architecture_->name);
+    config_.interleaved_rope_rows = architecture_->gguf_interleaves_rope_rows || architecture_->interleaved_rope;
+  }
+
+  void ReadConfig() {
     config_.name = std::string(gguf_.String("general.name").value_or(""));
     if (config_.name.empty()) config_.name = std::filesystem::path(path_).stem().string();
-    // How the converters store the architecture llama, and it alone among ours.
-    config_.interleaved_rope_rows = config_.architecture == "llama";
-
     config_.num_layers = RequiredInt("block_count", kMaxLayers);
     config_.hidden = RequiredInt("embedding_length", kMaxWidth);
     config_.intermediate = RequiredInt("feed_forward_length", kMaxWidth);
@@ -129,8 +170,10 @@ class GgufSource final : public ModelSource {
     config_.num_kv_heads = KvHeads();
     ReadHeadDim();
     config_.rms_eps = OptionalFloat(Key("attention.layer_norm_rms_epsilon"), 0, 1).value_or(1e-6f);
-    config_.rope_base = OptionalFloat(Key("rope.freq_base"), 1, kMaxRopeBase).value_or(10000);
+    config_.rope_base =
+        OptionalFloat(Key("rope.freq_base"), 1, kMaxRopeBase).value_or(architecture_->default_rope_base);
     ReadRopeScaling();
+    if (architecture_->configure != nullptr) architecture_->configure(Keys(*this), &config_);
 
     const Tensor* embedding = Find(kEmbeddingName);
     const std::optional<int32_t> vocab = OptionalInt("vocab_size", kMaxVocab);
@@ -158,14 +201,21 @@ class GgufSource final : public ModelSource {
                    config_.head_dim);
     }
     const std::optional<int32_t> rotated = OptionalInt("rope.dimension_count", kMaxHeadDim);
-    if (rotated && *rotated != config_.head_dim) {
-      ThrowInvalid("{} is {}; allowed: {}, the whole head", gguf_.Where(Key("rope.dimension_count")), *rotated,
-                   config_.head_dim);
+    if (!rotated || *rotated == config_.head_dim) return;
+    if (!architecture_->partial_rotary || *rotated > config_.head_dim || *rotated % 2 != 0) {
+      ThrowInvalid("{} is {}; allowed: {}", gguf_.Where(Key("rope.dimension_count")), *rotated,
+                   architecture_->partial_rotary ? fmt::format("even numbers up to {}", config_.head_dim)
+                                                 : fmt::format("{}, the whole head", config_.head_dim));
     }
+    config_.rotary_dim = *rotated;
   }
 
   void ReadRopeScaling() {
     RopeScaling& scaling = config_.rope_scaling;
+    if (const Tensor* factors = gguf_.FindTensor("rope_factors_long.weight")) {
+      ThrowInvalid("{}: the tensor rope_factors_long.weight at offset {} asks for longrope, which is not supported",
+                   path_, factors->file_offset);
+    }
     if (const Tensor* factors = gguf_.FindTensor("rope_freqs.weight")) {
       if (factors->type != TensorType::kF32 || factors->shape.size() != 1) {
         ThrowInvalid("{}: the tensor rope_freqs.weight at offset {} is not a row of f32", path_, factors->file_offset);
@@ -222,6 +272,9 @@ class GgufSource final : public ModelSource {
     tokenizer.tokens = gguf_.Strings("tokenizer.ggml.tokens").value_or(std::vector<std::string>());
     tokenizer.merges = gguf_.Strings("tokenizer.ggml.merges").value_or(std::vector<std::string>());
     const std::string types_key = "tokenizer.ggml.token_type";
+    CheckCount("tokenizer.ggml.scores", config_.vocab_size);
+    tokenizer.scores = gguf_.Floats("tokenizer.ggml.scores").value_or(std::vector<float>());
+    tokenizer.add_space_prefix = gguf_.Bool("tokenizer.ggml.add_space_prefix").value_or(true);
     if (const auto types = gguf_.Integers(types_key)) {
       if (types->size() != tokenizer.tokens.size()) {
         ThrowInvalid("{} has {} elements for {} tokens", gguf_.Where(types_key), types->size(),
@@ -272,7 +325,41 @@ class GgufSource final : public ModelSource {
     }
   }
 
+  // The keys of an architecture's own.
+  class Keys final : public ConfigKeys {
+   public:
+    explicit Keys(const GgufSource& source) : source_(source) {}
+    bool gguf() const override { return true; }
+    std::optional<int32_t> Int(const char*, const char* name, int64_t low, int64_t high) const override {
+      const auto value = Has(name) ? source_.gguf_.Integer(source_.Key(name)) : std::nullopt;
+      if (!value) return std::nullopt;
+      return CheckedInt(Where("", name), *value, low, high);
+    }
+    std::optional<float> Float(const char*, const char* name, double low, double high) const override {
+      return Has(name) ? source_.OptionalFloat(source_.Key(name), low, high) : std::nullopt;
+    }
+    std::optional<bool> Bool(const char*, const char* name) const override {
+      return Has(name) ? source_.gguf_.Bool(source_.Key(name)) : std::nullopt;
+    }
+    std::optional<std::vector<int32_t>> Ints(const char*, const char* name, int64_t low, int64_t high) const override {
+      if (!Has(name)) return std::nullopt;
+      source_.CheckCount(source_.Key(name), kMaxLayers);
+      const auto values = source_.gguf_.Integers(source_.Key(name));
+      if (!values) return std::nullopt;
+      std::vector<int32_t> out;
+      for (const int64_t value : *values) out.push_back(CheckedInt(Where("", name), value, low, high));
+      return out;
+    }
+    std::string Where(const char*, const char* name) const override { return source_.gguf_.Where(source_.Key(name)); }
+
+   private:
+    static bool Has(const char* name) { return *name != '\0'; }
+    const GgufSource& source_;
+  };
+
   GgufFile gguf_;
+  std::vector<std::unique_ptr<GgufFile>> parts_;  // of a split model, without the first
+  const Architecture* architecture_ = nullptr;
   std::map<std::string, const Tensor*, std::less<>> by_name_;
 };
 

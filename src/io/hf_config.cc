@@ -6,59 +6,140 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "io/architecture.h"
 #include "io/source.h"
 
 namespace phsa {
 namespace {
 
-constexpr double kMaxRopeBase = 1e15;
 constexpr double kMaxFactor = 1e6;
 constexpr size_t kMaxEndTokens = 1024;
 
-constexpr std::pair<const char*, const char*> kClasses[] = {
-    {"LlamaForCausalLM", "llama"}, {"Qwen2ForCausalLM", "qwen2"}, {"Qwen3ForCausalLM", "qwen3"}};
-
-// By model_type where it is there, else by the class in architectures.
-std::string ReadArchitecture(const JsonFields& fields) {
+// By the class in architectures where it is there, else by model_type.
+const Architecture& ReadArchitecture(const JsonFields& fields) {
   if (const Json* classes = fields.Find("architectures"); classes != nullptr && classes->is_array()) {
     for (const Json& item : *classes) {
-      for (const auto& [name, architecture] : kClasses) {
-        if (item == name) return architecture;
+      for (const Architecture* known : Architectures()) {
+        if (item == known->hugging_face_class) return *known;
       }
     }
     if (!classes->empty()) {
-      ThrowInvalid("{} is {}; allowed: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
-                   fields.Where("architectures"), JsonText(classes->front()));
+      ThrowInvalid("{} is {}; allowed: {}", fields.Where("architectures"), JsonText(classes->front()),
+                   ArchitectureNames(&Architecture::hugging_face_class));
     }
   }
-  std::string type = fields.String("model_type").value_or("");
-  if (!IsKnownArchitecture(type)) {
-    ThrowInvalid("{} is {}; allowed: {}", fields.Where("model_type"), Quoted(type), kArchitectures);
+  const std::string type = fields.String("model_type").value_or("");
+  for (const Architecture* known : Architectures()) {
+    if (type == known->hugging_face) return *known;
   }
-  return type;
+  ThrowInvalid("{} is {}; allowed: {}", fields.Where("model_type"), Quoted(type),
+               ArchitectureNames(&Architecture::hugging_face));
+}
+
+class Keys final : public ConfigKeys {
+ public:
+  explicit Keys(const JsonFields& fields) : fields_(fields) {}
+  bool gguf() const override { return false; }
+  std::optional<int32_t> Int(const char* name, const char*, int64_t low, int64_t high) const override {
+    return Has(name) ? fields_.Int(name, low, high) : std::nullopt;
+  }
+  std::optional<float> Float(const char* name, const char*, double low, double high) const override {
+    return Has(name) ? fields_.Float(name, low, high) : std::nullopt;
+  }
+  std::optional<bool> Bool(const char* name, const char*) const override {
+    return Has(name) ? fields_.Bool(name) : std::nullopt;
+  }
+  std::optional<std::vector<int32_t>> Ints(const char* name, const char*, int64_t low, int64_t high) const override {
+    const Json* const list = Has(name) ? fields_.Find(name) : nullptr;
+    if (list == nullptr) return std::nullopt;
+    if (!list->is_array() || list->size() > kMaxLayers) {
+      ThrowInvalid("{} is {}; allowed: a list of numbers, at most one a layer", Where(name, ""), JsonText(*list));
+    }
+    std::vector<int32_t> out;
+    for (const Json& item : *list) {
+      if (!item.is_number_integer()) {
+        ThrowInvalid("{} holds {}; allowed: {} to {}", Where(name, ""), JsonText(item), low, high);
+      }
+      out.push_back(CheckedInt(Where(name, ""), item.get<int64_t>(), low, high));
+    }
+    return out;
+  }
+  std::string Where(const char* name, const char*) const override { return fields_.Where(name); }
+
+ private:
+  static bool Has(const char* name) { return *name != '\0'; }
+  const JsonFields& fields_;
+};
+
+// How much of each head RoPE turns.
+void ReadRotary(const JsonFields& fields, bool partial, ModelConfig* config) {
+  const std::optional<float> share = fields.Float("partial_rotary_factor", 0, 1);
+  if (!share || *share == 1) return;
+  const auto turned = static_cast<int32_t>(static_cast<float>(config->head_dim) * *share);
+  if (!partial || turned < 2 || turned % 2 != 0) {
+    ThrowInvalid("{} is {}; allowed: {}", fields.Where("partial_rotary_factor"), *share,
+                 partial ? "what gives an even number of dimensions" : "1, the whole head");
+  }
+  config->rotary_dim = turned;
+}
+
+// longrope whose factors are the same for short and long texts, as MiniCPM4's are. Where they differ, the keys of a
+// text that grows would have to change.
+void ReadLongRope(const JsonFields& fields, const JsonFields& rope, ModelConfig* config) {
+  const auto factors = [&](const char* key) {
+    const Json* const list = rope.Find(key);
+    const int32_t pairs = (config->rotary_dim > 0 ? config->rotary_dim : config->head_dim) / 2;
+    if (list == nullptr || !list->is_array() || list->size() != static_cast<size_t>(pairs)) {
+      ThrowInvalid("{} is not a list of {} numbers", rope.Where(key), pairs);
+    }
+    std::vector<float> out;
+    for (const Json& item : *list) {
+      if (!item.is_number()) ThrowInvalid("{} holds {}; allowed: numbers", rope.Where(key), JsonText(item));
+      out.push_back(CheckedFloat(rope.Where(key), item.get<double>(), 1e-3, kMaxFactor));
+    }
+    return out;
+  };
+  RopeScaling& scaling = config->rope_scaling;
+  scaling.frequency_factors = factors("short_factor");
+  if (factors("long_factor") != scaling.frequency_factors) {
+    ThrowInvalid("{} differs from short_factor; allowed: the same factors for texts of all lengths",
+                 rope.Where("long_factor"));
+  }
+  std::optional<int32_t> original = rope.Int("original_max_position_embeddings", 1, kMaxContext);
+  if (!original) original = fields.Int("original_max_position_embeddings", 1, kMaxContext);
+  const double context = original.value_or(config->context);
+  const double growth = std::max(1.0, config->context / context);
+  const auto attention = context > 1 ? static_cast<float>(std::sqrt(1 + std::log(growth) / std::log(context))) : 1.0f;
+  scaling.attention_factor = rope.Float("attention_factor", 1e-3, kMaxFactor).value_or(attention);
 }
 
 // RoPE in the style of transformers 5 (one object rope_parameters) and before (rope_theta, and rope_scaling where it is
 // scaled). Where a file has both, rope_scaling wins, as it does there.
-void ReadRope(const JsonFields& fields, ModelConfig* config) {
+void ReadRope(const JsonFields& fields, float default_base, bool partial_rotary, ModelConfig* config) {
   std::optional<JsonFields> rope = fields.Object("rope_scaling");
   if (!rope) rope = fields.Object("rope_parameters");
-  config->rope_base = fields.Float("rope_theta", 1, kMaxRopeBase).value_or(10000);
-  const std::optional<float> rotated = fields.Float("partial_rotary_factor", 0, 1);
-  if (rotated && *rotated != 1) {
-    ThrowInvalid("{} is {}; allowed: 1, the whole head", fields.Where("partial_rotary_factor"), *rotated);
+  if (rope && rope->Find("full_attention") != nullptr) {
+    // One object for each kind of layer.
+    if (const std::optional<JsonFields> windowed = rope->Object("sliding_attention")) {
+      const std::string type = windowed->String("rope_type").value_or("default");
+      if (type != "default") {
+        ThrowInvalid("{} is {}; allowed: default", windowed->Where("rope_type"), Quoted(type));
+      }
+      config->window_rope_base = windowed->Float("rope_theta", 1, kMaxRopeBase);
+    }
+    rope = rope->Object("full_attention");
   }
+  config->rope_base = fields.Float("rope_theta", 1, kMaxRopeBase).value_or(default_base);
+  ReadRotary(fields, partial_rotary, config);
   if (!rope) return;
 
   config->rope_base = rope->Float("rope_theta", 1, kMaxRopeBase).value_or(config->rope_base);
-  const std::optional<float> rotated_here = rope->Float("partial_rotary_factor", 0, 1);
-  if (rotated_here && *rotated_here != 1) {
-    ThrowInvalid("{} is {}; allowed: 1, the whole head", rope->Where("partial_rotary_factor"), *rotated_here);
-  }
+  ReadRotary(*rope, partial_rotary, config);
   std::optional<std::string> type = rope->String("rope_type");
   if (!type) type = rope->String("type");
   if (!type || *type == "default") return;
 
+  if (*type == "longrope") return ReadLongRope(fields, *rope, config);
   RopeScaling& scaling = config->rope_scaling;
   if (*type == "linear") {
     scaling.kind = RopeScaling::Kind::kLinear;
@@ -67,7 +148,7 @@ void ReadRope(const JsonFields& fields, ModelConfig* config) {
   } else if (*type == "yarn") {
     scaling.kind = RopeScaling::Kind::kYarn;
   } else {
-    ThrowInvalid("{} is {}; allowed: default, linear, llama3, yarn", rope->Where("rope_type"), Quoted(*type));
+    ThrowInvalid("{} is {}; allowed: default, linear, llama3, yarn, longrope", rope->Where("rope_type"), Quoted(*type));
   }
   const std::optional<float> factor = rope->Float("factor", 1e-3, kMaxFactor);
   if (!factor) ThrowInvalid("{} is missing", rope->Where("factor"));
@@ -94,25 +175,39 @@ void ReadRope(const JsonFields& fields, ModelConfig* config) {
   scaling.truncate = rope->Bool("truncate").value_or(true);
 }
 
-void RefuseWhatWeDoNotCompute(const JsonFields& fields) {
-  const std::string activation = fields.String("hidden_act").value_or("silu");
-  if (activation != "silu") {
-    ThrowInvalid("{} is {}; allowed: silu", fields.Where("hidden_act"), Quoted(activation));
-  }
-  if (fields.Bool("use_sliding_window").value_or(false)) {
-    ThrowInvalid("{} is true; allowed: false", fields.Where("use_sliding_window"));
-  }
-  if (const Json* types = fields.Find("layer_types"); types != nullptr && types->is_array()) {
-    for (const Json& type : *types) {
-      if (type != "full_attention") {
-        ThrowInvalid("{} has {}; allowed: full_attention", fields.Where("layer_types"), JsonText(type));
-      }
-    }
-  }
+void RefuseWhatWeDoNotCompute(const JsonFields& fields, Gate gate) {
+  const char* const wanted = gate == Gate::kSilu ? "silu" : "gelu_pytorch_tanh";
+  const char* const key = fields.Find("hidden_activation") != nullptr ? "hidden_activation" : "hidden_act";
+  const std::string activation = fields.String(key).value_or(wanted);
+  if (activation != wanted) ThrowInvalid("{} is {}; allowed: {}", fields.Where(key), Quoted(activation), wanted);
   if (const std::optional<JsonFields> quantization = fields.Object("quantization_config")) {
     ThrowInvalid("{} is {}; allowed: weights in F32, F16 or BF16, or a GGUF file", quantization->Where("quant_method"),
                  Quoted(quantization->String("quant_method").value_or("")));
   }
+}
+
+// The layers that have a window, where config.json lists them.
+void ReadLayerTypes(const JsonFields& fields, ModelConfig* config) {
+  const Json* const types = fields.Find("layer_types");
+  if (types == nullptr || !types->is_array()) return;
+  if (types->size() != static_cast<size_t>(config->num_layers)) {
+    ThrowInvalid("{} lists {} layers; the model has {}", fields.Where("layer_types"), types->size(),
+                 config->num_layers);
+  }
+  int32_t windowed = 0;
+  for (const Json& type : *types) {
+    if (type == "sliding_attention") ++windowed;
+    if (type != "full_attention" && type != "sliding_attention") {
+      ThrowInvalid("{} has {}; allowed: full_attention, sliding_attention", fields.Where("layer_types"),
+                   JsonText(type));
+    }
+  }
+  const std::optional<int32_t> window = fields.Int("sliding_window", 1, kMaxContext);
+  if (windowed > 0 && !window) {
+    ThrowInvalid("{} is missing; layer_types has sliding_attention", fields.Where("sliding_window"));
+  }
+  SetWindows(config, window.value_or(0),
+             [&](int32_t layer) { return (*types)[static_cast<size_t>(layer)] == "sliding_attention"; });
 }
 
 // An id or a list of them; nothing where the key is not there.
@@ -190,10 +285,9 @@ Json MakeRopeScaling(const RopeScaling& scaling) {
 
 Json MakeHfConfig(const ModelConfig& config, bool attention_bias, bool mlp_bias) {
   Json json;
-  for (const auto& [name, architecture] : kClasses) {
-    if (config.architecture == architecture) json["architectures"] = {name};
-  }
-  json["model_type"] = config.architecture;
+  const Architecture& architecture = ArchitectureOf(config);
+  json["architectures"] = {architecture.hugging_face_class};
+  json["model_type"] = architecture.hugging_face;
   json["num_hidden_layers"] = config.num_layers;
   json["hidden_size"] = config.hidden;
   json["intermediate_size"] = config.intermediate;
@@ -217,8 +311,8 @@ Json MakeHfConfig(const ModelConfig& config, bool attention_bias, bool mlp_bias)
     scaling = *llama3;
   }
   json["rope_scaling"] = MakeRopeScaling(scaling);
-  if (config.architecture != "qwen2") json["attention_bias"] = attention_bias;
-  if (config.architecture == "llama") json["mlp_bias"] = mlp_bias;
+  if (architecture.qkv_bias == Presence::kOptional) json["attention_bias"] = attention_bias;
+  if (architecture.mlp_bias == Presence::kOptional) json["mlp_bias"] = mlp_bias;
   if (!config.eos_ids.empty()) json["eos_token_id"] = config.eos_ids.front();
   return json;
 }
@@ -242,8 +336,10 @@ Json MakeHfGenerationConfig(const ModelConfig& config, int32_t bos) {
 ModelConfig ReadHfConfig(const Json& json, const std::string& path) {
   const JsonFields fields(json, path);
   ModelConfig config;
-  config.architecture = ReadArchitecture(fields);
-  RefuseWhatWeDoNotCompute(fields);
+  const Architecture& architecture = ReadArchitecture(fields);
+  config.architecture = architecture.name;
+  config.interleaved_rope_rows = architecture.interleaved_rope;
+  RefuseWhatWeDoNotCompute(fields, architecture.gate);
   config.num_layers = fields.RequiredInt("num_hidden_layers", 1, kMaxLayers);
   config.hidden = fields.RequiredInt("hidden_size", 1, kMaxWidth);
   config.intermediate = fields.RequiredInt("intermediate_size", 1, kMaxWidth);
@@ -252,7 +348,7 @@ ModelConfig ReadHfConfig(const Json& json, const std::string& path) {
   config.num_q_heads = fields.RequiredInt("num_attention_heads", 1, kMaxModelHeads);
   config.num_kv_heads = fields.Int("num_key_value_heads", 1, kMaxModelHeads).value_or(config.num_q_heads);
   std::optional<int32_t> head_dim = fields.Int("head_dim", 1, kMaxHeadDim);
-  if (!head_dim && config.architecture == "qwen3") head_dim = 128;  // transformers' default, whatever the width
+  if (!head_dim && architecture.default_head_dim > 0) head_dim = architecture.default_head_dim;
   if (!head_dim && config.hidden % config.num_q_heads != 0) {
     ThrowInvalid("{} is missing, and {} heads do not divide hidden_size {}", fields.Where("head_dim"),
                  config.num_q_heads, config.hidden);
@@ -261,7 +357,9 @@ ModelConfig ReadHfConfig(const Json& json, const std::string& path) {
   config.rms_eps = fields.Float("rms_norm_eps", 0, 1).value_or(1e-6f);
   config.tied_embeddings = fields.Bool("tie_word_embeddings").value_or(false);
   config.eos_ids = ReadEndTokens(fields).value_or(std::vector<int32_t>());
-  ReadRope(fields, &config);
+  ReadRope(fields, architecture.default_rope_base, architecture.partial_rotary, &config);
+  ReadLayerTypes(fields, &config);
+  if (architecture.configure != nullptr) architecture.configure(Keys(fields), &config);
   if (fields.Object("phsa")) {
     Json settings = *fields.Find("phsa");
     // A set of its own lies beside the settings, so that transformers keeps it: phsa.hf.enable.

@@ -21,13 +21,6 @@ std::optional<fs::path> FromEnvironment(const char* name, const char* below) {
   return fs::path(value) / below;
 }
 
-std::optional<fs::path> HubFolder() {
-  if (auto path = FromEnvironment("HF_HUB_CACHE", "")) return path;
-  if (auto path = FromEnvironment("HF_HOME", "hub")) return path;
-  if (auto path = FromEnvironment("XDG_CACHE_HOME", "huggingface/hub")) return path;
-  return FromEnvironment("HOME", ".cache/huggingface/hub");
-}
-
 // Sorted, so that lists do not depend on the file system.
 std::vector<fs::path> Children(const fs::path& folder) {
   std::vector<fs::path> out;
@@ -73,6 +66,32 @@ std::optional<std::string> RepositoryName(const fs::path& folder) {
 
 }  // namespace
 
+std::optional<fs::path> HubFolder() {
+  if (auto path = FromEnvironment("HF_HUB_CACHE", "")) return path;
+  if (auto path = FromEnvironment("HF_HOME", "hub")) return path;
+  if (auto path = FromEnvironment("XDG_CACHE_HOME", "huggingface/hub")) return path;
+  return FromEnvironment("HOME", ".cache/huggingface/hub");
+}
+
+std::string GgufPart::Name(int32_t part) const { return fmt::format("{}-{:05}-of-{:05}.gguf", stem, part, count); }
+
+std::optional<GgufPart> PartOfSplitGguf(std::string_view name) {
+  constexpr std::string_view kForm = "-00000-of-00000.gguf";
+  if (name.size() <= kForm.size()) return std::nullopt;
+  const std::string_view end = name.substr(name.size() - kForm.size());
+  GgufPart part;
+  for (size_t i = 0; i < kForm.size(); ++i) {
+    const bool digit = end[i] >= '0' && end[i] <= '9';
+    if (kForm[i] == '0' ? !digit : end[i] != kForm[i]) return std::nullopt;
+    if (kForm[i] != '0') continue;
+    int32_t& number = i < 6 ? part.number : part.count;
+    number = number * 10 + (end[i] - '0');
+  }
+  if (part.number < 1 || part.number > part.count) return std::nullopt;
+  part.stem = name.substr(0, name.size() - kForm.size());
+  return part;
+}
+
 std::vector<HubModel> HubCandidates() {
   std::vector<HubModel> out;
   const std::optional<fs::path> hub = HubFolder();
@@ -87,7 +106,10 @@ std::vector<HubModel> HubCandidates() {
       continue;
     }
     std::vector<fs::path> gguf_files = Children(*snapshot);
-    std::erase_if(gguf_files, [](const fs::path& path) { return path.extension() != ".gguf" || !Exists(path); });
+    std::erase_if(gguf_files, [](const fs::path& path) {
+      const std::optional<GgufPart> part = PartOfSplitGguf(path.filename().string());
+      return path.extension() != ".gguf" || !Exists(path) || (part && part->number > 1);  // the first opens them all
+    });
     for (const fs::path& path : gguf_files) {
       out.push_back({gguf_files.size() == 1 ? *name : *name + "/" + path.filename().string(), path});
     }

@@ -11,8 +11,6 @@
 
 namespace phsa {
 
-bool IsKnownArchitecture(std::string_view name) { return name == "llama" || name == "qwen2" || name == "qwen3"; }
-
 int32_t CheckedInt(const std::string& where, int64_t value, int64_t low, int64_t high) {
   if (value < low || value > high) ThrowInvalid("{} is {}; allowed: {} to {}", where, value, low, high);
   return static_cast<int32_t>(value);
@@ -35,9 +33,10 @@ void CheckConfig(const std::string& path, const ModelConfig& config) {
     }
   }
   const std::vector<float>& factors = config.rope_scaling.frequency_factors;
-  if (!factors.empty() && factors.size() != static_cast<size_t>(config.head_dim / 2)) {
+  const int32_t pairs = (config.rotary_dim > 0 ? config.rotary_dim : config.head_dim) / 2;
+  if (!factors.empty() && factors.size() != static_cast<size_t>(pairs)) {
     ThrowInvalid("{}: rope_freqs.weight has {} elements; allowed for heads of {}: {}", path, factors.size(),
-                 config.head_dim, config.head_dim / 2);
+                 config.head_dim, pairs);
   }
   if (!std::all_of(factors.begin(), factors.end(), [](float f) { return std::isfinite(f) && f > 0; })) {
     ThrowInvalid("{}: rope_freqs.weight holds a number that is not above 0: the file is damaged; fetch it again", path);

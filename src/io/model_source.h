@@ -12,51 +12,19 @@
 #include <vector>
 
 #include "io/adapter.h"
+#include "io/model_config.h"
 #include "io/tensor.h"
 
 namespace phsa {
-
-struct RopeScaling {
-  enum class Kind : uint8_t { kNone, kLinear, kLlama3, kYarn };
-  Kind kind = Kind::kNone;
-  float factor = 1;
-  int32_t original_context = 0;
-  float low_freq_factor = 1, high_freq_factor = 4;                // llama3
-  float beta_fast = 32, beta_slow = 1;                            // yarn
-  std::optional<float> attention_factor, mscale, mscale_all_dim;  // yarn, as transformers reads them
-  bool truncate = true;                                           // yarn
-  // GGUF's rope_freqs.weight: divides the base frequencies, [head_dim / 2]. Empty: none.
-  std::vector<float> frequency_factors;
-};
-
-struct ModelConfig {
-  std::string architecture;  // "llama", "qwen2" or "qwen3": others are refused by Open, naming these
-  std::string name;          // general.name, or the folder's name
-  int32_t num_layers = 0, hidden = 0, intermediate = 0, vocab_size = 0, context = 0;
-  int32_t num_q_heads = 0, num_kv_heads = 0, head_dim = 0;
-  float rms_eps = 1e-6f;
-  float rope_base = 10000;
-  RopeScaling rope_scaling;
-  bool tied_embeddings = false;  // there is no lm_head.weight
-  // The rows of each head of q_proj and k_proj lie for RoPE over neighbours (2i, 2i+1), as GGUF stores the architecture
-  // llama, and not over halves (i, i + head_dim / 2), as Hugging Face does: row 2i + j of the file's head is row
-  // i + j · head_dim / 2 of ours.
-  bool interleaved_rope_rows = false;
-  // The adapter's phsa.json, else config.json's "phsa" object or GGUF's phsa.settings, as JSON text; empty: none.
-  std::string phsa_settings;
-
-  // What generation_config.json or the GGUF metadata recommend.
-  std::vector<int32_t> eos_ids;
-  std::optional<float> temperature, top_p, min_p, repetition_penalty;
-  std::optional<int32_t> top_k;
-};
 
 // What a GGUF file holds of its tokenizer: the arrays as they lie there.
 struct GgufTokenizer {
   std::string model, pre;            // "gpt2"; "smollm", "qwen2", "llama-bpe", "gpt-2", …
   std::vector<std::string> tokens;   // in GPT-2's printable byte alphabet
   std::vector<int32_t> token_types;  // 1 normal, 3 control, 4 user-defined, …; may be empty
-  std::vector<std::string> merges;   // "left right"
+  std::vector<std::string> merges;   // "left right"; of the model llama, none: scores say which pair is joined first
+  std::vector<float> scores;         // of the model llama: [token]
+  bool add_space_prefix = true;      // likewise: a text begins with a space
   int32_t bos = -1, eos = -1, unknown = -1, padding = -1;
   std::vector<int32_t> end_of_turn;  // eot and eom where the file names them
   bool add_bos = false, add_eos = false;

@@ -16,10 +16,8 @@ namespace phsa {
 std::unique_ptr<ModelSource> OpenGguf(MappedFile file);
 std::unique_ptr<ModelSource> OpenHuggingFace(const std::filesystem::path& folder);
 
-inline constexpr const char* kArchitectures = "llama, qwen2, qwen3";
 inline constexpr std::string_view kEmbeddingName = "model.embed_tokens.weight";
 inline constexpr std::string_view kHeadName = "lm_head.weight";
-bool IsKnownArchitecture(std::string_view name);
 
 // Far above every known model, far below what could overflow.
 inline constexpr int64_t kMaxLayers = 4096;
@@ -28,6 +26,7 @@ inline constexpr int64_t kMaxVocab = 1 << 24;
 inline constexpr int64_t kMaxContext = 1 << 30;
 inline constexpr int64_t kMaxModelHeads = 65536;
 inline constexpr int64_t kMaxHeadDim = 4096;
+inline constexpr double kMaxRopeBase = 1e15;
 
 // `where` is "FILE: key"; both throw where the value is outside of the range, NaN included.
 int32_t CheckedInt(const std::string& where, int64_t value, int64_t low, int64_t high);

@@ -132,8 +132,10 @@ void Decoder::Append(std::span<const BatchItem> batch, StepRows& rows) {
   }
 }
 
-PlanDesc Decoder::Describe(const StepRows& rows, size_t first_item, size_t num_items, const Settings& settings) const {
+PlanDesc Decoder::Describe(const StepRows& rows, size_t first_item, size_t num_items, const Settings& settings,
+                           int32_t window) const {
   PlanDesc desc = PagedPlan(config_, settings, rows.cache->layout().dtype);
+  desc.window = window;
   desc.num_seqs = static_cast<int32_t>(num_items);
   desc.q_lens = rows.q_lens.data() + first_item;
   desc.kv_lens = rows.kv_lens.data() + first_item;
@@ -142,10 +144,10 @@ PlanDesc Decoder::Describe(const StepRows& rows, size_t first_item, size_t num_i
 }
 
 Decoder::GroupPlans Decoder::PlanGroup(const StepRows& rows, const StepGroup& group) const {
-  DistinctSettings settings(*group.settings, config_.num_layers);
+  DistinctSettings settings(*group.settings, config_);
   GroupPlans out;
-  for (const Settings* own : settings.all) {
-    PlanDesc desc = Describe(rows, group.first_item, group.num_items, *own);
+  for (size_t i = 0; i < settings.all.size(); ++i) {
+    PlanDesc desc = Describe(rows, group.first_item, group.num_items, *settings.all[i], settings.windows[i]);
     desc.device = backend_.device();
     out.plans.emplace_back(desc);
   }
@@ -156,13 +158,14 @@ Decoder::GroupPlans Decoder::PlanGroup(const StepRows& rows, const StepGroup& gr
 void Decoder::CountTokensRead(const StepRows& rows) {
   step_tokens_read_.assign(rows.q_lens.size(), {});
   for (const StepGroup& group : rows.groups) {
-    const DistinctSettings settings(*group.settings, config_.num_layers);
+    const DistinctSettings settings(*group.settings, config_);
     for (size_t i = 0; i < settings.all.size(); ++i) {
       const auto layers = std::count(settings.of_layer.begin(), settings.of_layer.end(), i);
       // A plan says what all of its sequences read together, so each has one of its own.
       for (size_t item = group.first_item; item < group.first_item + group.num_items; ++item) {
         TokensRead read;
-        Plan(Describe(rows, item, 1, *settings.all[i])).TokensRead(nullptr, &read.read, &read.dense);
+        Plan(Describe(rows, item, 1, *settings.all[i], settings.windows[i]))
+            .TokensRead(nullptr, &read.read, &read.dense);
         step_tokens_read_[item] += {read.read * layers, read.dense * layers};
       }
     }
@@ -185,7 +188,7 @@ void Decoder::Attend(int32_t layer, const StepRows& rows, const StepGroup& group
     seen.selection_scores = trace_.selection_scores.data();
   }
   seen.executor = threads_.executor();
-  observer_({layer, plan, group.settings->ForLayer(layer), seen,
+  observer_({layer, plan, SettingsOfLayer(config_, *group.settings, layer), seen,
              std::span(rows.q_lens).subspan(group.first_item, group.num_items),
              std::span(rows.kv_lens).subspan(group.first_item, group.num_items)});
 }

@@ -85,7 +85,8 @@ class Decoder {
   void Append(std::span<const BatchItem> batch, StepRows& rows);
   void CountTokensRead(const StepRows& rows);
   GroupPlans PlanGroup(const StepRows& rows, const StepGroup& group) const;
-  PlanDesc Describe(const StepRows& rows, size_t first_item, size_t num_items, const Settings& settings) const;
+  PlanDesc Describe(const StepRows& rows, size_t first_item, size_t num_items, const Settings& settings,
+                    int32_t window) const;
   void Attend(int32_t layer, const StepRows& rows, const StepGroup& group, const Plan& plan);
 
   const ModelConfig& config_;

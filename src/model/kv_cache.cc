@@ -5,6 +5,7 @@
 
 #include "base/dtype.h"
 #include "base/errors.h"
+#include "model/distinct_settings.h"
 
 namespace phsa {
 namespace {
@@ -20,6 +21,7 @@ PlanDesc PagedPlan(const ModelConfig& config, const Settings& settings, int32_t 
   desc.num_q_heads = config.num_q_heads;
   desc.num_kv_heads = config.num_kv_heads;
   desc.head_dim = config.head_dim;
+  desc.scale = config.attention_scale;
   desc.page_size = kPageTokens;
   return desc;
 }
@@ -38,7 +40,7 @@ PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings,
   page_bytes = Align(kPageTokens);  // flags
   for (int32_t i = 0; i < num_layers; ++i) {
     // The attention says how wide representatives are and how many of them a page completes; a plan of one page asks.
-    PlanDesc desc = PagedPlan(config, settings.ForLayer(i), dtype);
+    PlanDesc desc = PagedPlan(config, SettingsOfLayer(config, settings, i), dtype);
     const int32_t tokens = kPageTokens;
     desc.num_seqs = 1;
     desc.q_lens = desc.kv_lens = &tokens;

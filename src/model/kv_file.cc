@@ -117,7 +117,7 @@ std::string RopeInWords(const ModelConfig& config) {
     if (value) add(name, *value);
   };
   switch (scaling.kind) {
-    case RopeScaling::Kind::kNone: break;
+    case RopeScaling::Kind::kNone: add_given("attention factor", scaling.attention_factor); break;
     case RopeScaling::Kind::kLinear: add("linear", scaling.factor); break;
     case RopeScaling::Kind::kLlama3:
       add("llama3", scaling.factor);
@@ -142,6 +142,13 @@ std::string RopeInWords(const ModelConfig& config) {
     add("factors", hash.Hex());
   }
   if (config.interleaved_rope_rows) out += ", over neighbours";
+  if (config.rotary_dim > 0) add("dimensions", config.rotary_dim);
+  if (config.window_rope_base) add("base of windows", *config.window_rope_base);
+  for (int32_t i = 0; i < config.num_layers; ++i) {
+    const LayerTraits traits = config.Layer(i);
+    if (traits.window > 0) out += fmt::format(", layer {} window {}", i, traits.window);
+    if (!traits.rope) out += fmt::format(", layer {} without", i);
+  }
   return out;
 }
 

@@ -7,6 +7,8 @@
 namespace phsa {
 namespace {
 
+int32_t RotaryDim(const ModelConfig& config) { return config.rotary_dim > 0 ? config.rotary_dim : config.head_dim; }
+
 // The usual frequencies below `low` wavelengths, those divided by the factor above `high`, a blend in between.
 double Llama3Frequency(double frequency, const RopeScaling& scaling) {
   const double context = scaling.original_context;
@@ -22,7 +24,7 @@ double YarnMagnitude(double factor, double mscale) { return factor <= 1 ? 1.0 : 
 
 void ApplyYarn(const ModelConfig& config, RopeFrequencies& rope) {
   const RopeScaling& scaling = config.rope_scaling;
-  const double dim = config.head_dim;
+  const double dim = RotaryDim(config);
   // The pair that turns `rotations` times within the context the model was trained for.
   const auto pair_of = [&](double rotations) {
     return dim * std::log(scaling.original_context / (rotations * 2 * std::numbers::pi)) /
@@ -54,15 +56,14 @@ void ApplyYarn(const ModelConfig& config, RopeFrequencies& rope) {
 
 RopeFrequencies MakeRope(const ModelConfig& config) {
   RopeFrequencies rope;
-  const int32_t half = config.head_dim / 2;
-  rope.frequencies.resize(static_cast<size_t>(half));
-  for (int32_t i = 0; i < half; ++i) {
-    rope.frequencies[static_cast<size_t>(i)] =
-        std::pow(static_cast<double>(config.rope_base), -2.0 * i / config.head_dim);
+  const int32_t dim = RotaryDim(config);
+  rope.frequencies.resize(static_cast<size_t>(dim / 2));
+  for (int32_t i = 0; i < dim / 2; ++i) {
+    rope.frequencies[static_cast<size_t>(i)] = std::pow(static_cast<double>(config.rope_base), -2.0 * i / dim);
   }
   const RopeScaling& scaling = config.rope_scaling;
   switch (scaling.kind) {
-    case RopeScaling::Kind::kNone: break;
+    case RopeScaling::Kind::kNone: rope.factor = scaling.attention_factor.value_or(1); break;
     case RopeScaling::Kind::kLinear:
       for (double& frequency : rope.frequencies) frequency /= scaling.factor;
       break;
@@ -74,7 +75,29 @@ RopeFrequencies MakeRope(const ModelConfig& config) {
   for (size_t i = 0; i < scaling.frequency_factors.size() && i < rope.frequencies.size(); ++i) {
     rope.frequencies[i] /= scaling.frequency_factors[i];
   }
+  rope.frequencies.resize(static_cast<size_t>(config.head_dim / 2), 0.0);  // the rest of a head is not turned
   return rope;
+}
+
+LayerRopes MakeLayerRopes(const ModelConfig& config) {
+  enum Kind : uint8_t { kUsual, kWindow, kNone };
+  LayerRopes out;
+  std::vector<Kind> kinds;
+  for (int32_t i = 0; i < config.num_layers; ++i) {
+    const LayerTraits traits = config.Layer(i);
+    const Kind kind = !traits.rope ? kNone : traits.window > 0 && config.window_rope_base ? kWindow : kUsual;
+    const auto known = std::find(kinds.begin(), kinds.end(), kind);
+    out.of_layer.push_back(static_cast<size_t>(known - kinds.begin()));
+    if (known != kinds.end()) continue;
+    kinds.push_back(kind);
+    ModelConfig own = config;
+    if (kind != kUsual) own.rope_scaling = {};
+    if (kind == kWindow) own.rope_base = *config.window_rope_base;
+    RopeFrequencies rope = MakeRope(own);
+    if (kind == kNone) std::fill(rope.frequencies.begin(), rope.frequencies.end(), 0.0);
+    out.all.push_back(std::move(rope));
+  }
+  return out;
 }
 
 }  // namespace phsa

@@ -15,6 +15,13 @@ struct RopeFrequencies {
 
 RopeFrequencies MakeRope(const ModelConfig& config);
 
+// What the layers of a model turn by, each once. A layer without RoPE has frequencies of 0, which turn nothing.
+struct LayerRopes {
+  std::vector<RopeFrequencies> all;
+  std::vector<size_t> of_layer;
+};
+LayerRopes MakeLayerRopes(const ModelConfig& config);
+
 }  // namespace phsa
 
 #endif  // PHSA_MODEL_ROPE_H_

@@ -4,7 +4,7 @@
 #include <set>
 
 #include "base/errors.h"
-#include "model/architecture.h"
+#include "io/architecture.h"
 
 namespace phsa {
 namespace {
@@ -13,9 +13,15 @@ namespace {
 struct Place : ModelTensor {
   Matrix* matrix = nullptr;
   Vector* vector = nullptr;
+  bool exact = false;  // a matrix that stays f32: a router's small differences decide
+  // In the file.
+  uint64_t bytes() const {
+    const int64_t elements = std::max<int64_t>(rows, 1) * cols;
+    return static_cast<uint64_t>(elements / TensorTypeBlockElements(tensor->type)) * TensorTypeBlockBytes(tensor->type);
+  }
 };
 
-const Tensor* FindChecked(const ModelSource& source, const std::string& name, int64_t rows, int64_t cols,
+const Tensor* FindChecked(const ModelSource& source, const std::string& name, const std::vector<int64_t>& expected,
                           Presence presence) {
   if (presence == Presence::kAbsent) return nullptr;
   const Tensor* const tensor = source.Find(name);
@@ -24,7 +30,6 @@ const Tensor* FindChecked(const ModelSource& source, const std::string& name, in
     ThrowInvalid("{}: the tensor {} is missing; the file is not a whole {} model", source.path(), name,
                  source.config().architecture);
   }
-  const std::vector<int64_t> expected = rows > 0 ? std::vector<int64_t>{rows, cols} : std::vector<int64_t>{cols};
   if (tensor->shape != expected) {
     ThrowInvalid("{}: tensor {} at offset {} has the shape [{}]; the model's configuration asks for [{}]", tensor->file,
                  Quoted(tensor->name), tensor->file_offset, fmt::join(tensor->shape, ", "), fmt::join(expected, ", "));
@@ -37,18 +42,24 @@ std::vector<Place> Places(const ModelSource& source, Weights& weights) {
   const ModelConfig& config = source.config();
   const Architecture& architecture = ArchitectureOf(config);
   std::vector<Place> places;
-  const auto matrix = [&](const std::string& name, int64_t rows, int64_t cols, Matrix& to, bool interleaved = false) {
-    places.push_back({{name, FindChecked(source, name, rows, cols, Presence::kRequired), rows, cols,
-                       interleaved && config.interleaved_rope_rows},
-                      &to,
-                      nullptr});
+  const bool reorders = config.interleaved_rope_rows || config.rotary_dim > 0;
+  const auto matrix = [&](const std::string& name, int64_t rows, int64_t cols, Matrix& to, bool turned = false) {
+    const Tensor* const tensor = FindChecked(source, name, {rows, cols}, Presence::kRequired);
+    places.push_back({{name, tensor, rows, cols, 0, turned && reorders}, &to, nullptr});
   };
-  const auto vector = [&](const std::string& name, int64_t size, Vector& to, Presence presence,
-                          bool interleaved = false) {
-    if (const Tensor* const tensor = FindChecked(source, name, 0, size, presence)) {
-      places.push_back({{name, tensor, 0, size, interleaved && config.interleaved_rope_rows}, nullptr, &to});
+  // Rows [first, first + rows) of a tensor of this shape.
+  const auto part = [&](const std::string& name, const std::string& whole, const std::vector<int64_t>& shape,
+                        int64_t first, int64_t rows, Matrix& to, bool turned = false) {
+    const Tensor* const tensor = FindChecked(source, whole, shape, Presence::kRequired);
+    places.push_back({{name, tensor, rows, shape.back(), first, turned && reorders}, &to, nullptr});
+  };
+  const auto vector = [&](const std::string& name, int64_t size, Vector& to, Presence presence, bool turned = false) {
+    if (const Tensor* const tensor = FindChecked(source, name, {size}, presence)) {
+      const bool from_one = config.norms_from_one && name.ends_with("norm.weight");
+      places.push_back({{name, tensor, 0, size, 0, turned && reorders, from_one}, nullptr, &to});
     }
   };
+  const LayerNames& names = architecture.names;
   const int64_t hidden = config.hidden, intermediate = config.intermediate;
   const int64_t q_width = int64_t{config.num_q_heads} * config.head_dim;
   const int64_t kv_width = int64_t{config.num_kv_heads} * config.head_dim;
@@ -57,25 +68,65 @@ std::vector<Place> Places(const ModelSource& source, Weights& weights) {
   weights.layers.resize(static_cast<size_t>(config.num_layers));
   for (int32_t i = 0; i < config.num_layers; ++i) {
     LayerWeights& layer = weights.layers[static_cast<size_t>(i)];
-    const std::string at = fmt::format("model.layers.{}.", i);
-    vector(at + "input_layernorm.weight", hidden, layer.attention_norm, Presence::kRequired);
-    matrix(at + "self_attn.q_proj.weight", q_width, hidden, layer.q, true);
-    matrix(at + "self_attn.k_proj.weight", kv_width, hidden, layer.k, true);
-    matrix(at + "self_attn.v_proj.weight", kv_width, hidden, layer.v);
-    vector(at + "self_attn.q_proj.bias", q_width, layer.q_bias, architecture.qkv_bias, true);
-    vector(at + "self_attn.k_proj.bias", kv_width, layer.k_bias, architecture.qkv_bias, true);
-    vector(at + "self_attn.v_proj.bias", kv_width, layer.v_bias, architecture.qkv_bias);
-    vector(at + "self_attn.q_norm.weight", config.head_dim, layer.q_norm, architecture.qk_norm);
-    vector(at + "self_attn.k_norm.weight", config.head_dim, layer.k_norm, architecture.qk_norm);
-    matrix(at + "self_attn.o_proj.weight", hidden, q_width, layer.o);
-    vector(at + "self_attn.o_proj.bias", hidden, layer.o_bias, architecture.output_bias);
-    vector(at + "post_attention_layernorm.weight", hidden, layer.mlp_norm, Presence::kRequired);
-    matrix(at + "mlp.gate_proj.weight", intermediate, hidden, layer.gate);
-    matrix(at + "mlp.up_proj.weight", intermediate, hidden, layer.up);
-    matrix(at + "mlp.down_proj.weight", hidden, intermediate, layer.down);
-    vector(at + "mlp.gate_proj.bias", intermediate, layer.gate_bias, architecture.mlp_bias);
-    vector(at + "mlp.up_proj.bias", intermediate, layer.up_bias, architecture.mlp_bias);
-    vector(at + "mlp.down_proj.bias", hidden, layer.down_bias, architecture.mlp_bias);
+    const auto weight = [&](TensorName name) { return fmt::format("model.layers.{}.{}.weight", i, name.hugging_face); };
+    const auto bias = [&](TensorName name) { return fmt::format("model.layers.{}.{}.bias", i, name.hugging_face); };
+    // Of the families that have such a norm; the others have no name for it.
+    const auto own_norm = [&](TensorName name, Vector& to) {
+      if (!name.hugging_face.empty()) vector(weight(name), hidden, to, Presence::kRequired);
+    };
+    vector(weight(names.attention_norm), hidden, layer.attention_norm, Presence::kRequired);
+    if (names.qkv.hugging_face.empty()) {
+      matrix(weight(names.q), q_width, hidden, layer.q, true);
+      matrix(weight(names.k), kv_width, hidden, layer.k, true);
+      matrix(weight(names.v), kv_width, hidden, layer.v);
+    } else {
+      const std::vector<int64_t> shape = {q_width + 2 * kv_width, hidden};
+      part(weight(names.q), weight(names.qkv), shape, 0, q_width, layer.q, true);
+      part(weight(names.k), weight(names.qkv), shape, q_width, kv_width, layer.k, true);
+      part(weight(names.v), weight(names.qkv), shape, q_width + kv_width, kv_width, layer.v);
+    }
+    vector(bias(names.q), q_width, layer.q_bias, architecture.qkv_bias, true);
+    vector(bias(names.k), kv_width, layer.k_bias, architecture.qkv_bias, true);
+    vector(bias(names.v), kv_width, layer.v_bias, architecture.qkv_bias);
+    vector(weight(names.q_norm), config.head_dim, layer.q_norm, architecture.qk_norm);
+    vector(weight(names.k_norm), config.head_dim, layer.k_norm, architecture.qk_norm);
+    matrix(weight(names.o), hidden, q_width, layer.o);
+    vector(bias(names.o), hidden, layer.o_bias, architecture.output_bias);
+    own_norm(names.attention_post_norm, layer.attention_post_norm);
+    vector(weight(names.mlp_norm), hidden, layer.mlp_norm, Presence::kRequired);
+    if (config.Layer(i).experts) {
+      matrix(weight(names.router), config.num_experts, hidden, layer.router);
+      places.back().exact = true;
+      layer.experts.resize(static_cast<size_t>(config.num_experts));
+      for (int32_t e = 0; e < config.num_experts; ++e) {
+        LayerWeights::Expert& expert = layer.experts[static_cast<size_t>(e)];
+        const auto one = [&](TensorName name, int64_t rows, int64_t cols, Matrix& to) {
+          constexpr std::string_view kPrefix = "mlp.experts.";
+          const std::string own =
+              fmt::format("model.layers.{}.{}{}.{}.weight", i, kPrefix, e, name.hugging_face.substr(kPrefix.size()));
+          if (source.Find(weight(name)) == nullptr) return matrix(own, rows, cols, to);
+          part(own, weight(name), {config.num_experts, rows, cols}, e * rows, rows, to);
+        };
+        one(names.expert_gate, config.expert_width, hidden, expert.gate);
+        one(names.expert_up, config.expert_width, hidden, expert.up);
+        one(names.expert_down, hidden, config.expert_width, expert.down);
+      }
+      own_norm(names.mlp_post_norm, layer.mlp_post_norm);
+      continue;
+    }
+    if (names.gate_up.hugging_face.empty()) {
+      matrix(weight(names.gate), intermediate, hidden, layer.gate);
+      matrix(weight(names.up), intermediate, hidden, layer.up);
+    } else {
+      const std::vector<int64_t> shape = {2 * intermediate, hidden};
+      part(weight(names.gate), weight(names.gate_up), shape, 0, intermediate, layer.gate);
+      part(weight(names.up), weight(names.gate_up), shape, intermediate, intermediate, layer.up);
+    }
+    matrix(weight(names.down), hidden, intermediate, layer.down);
+    vector(bias(names.gate), intermediate, layer.gate_bias, architecture.mlp_bias);
+    vector(bias(names.up), intermediate, layer.up_bias, architecture.mlp_bias);
+    vector(bias(names.down), hidden, layer.down_bias, architecture.mlp_bias);
+    own_norm(names.mlp_post_norm, layer.mlp_post_norm);
   }
   vector("model.norm.weight", hidden, weights.final_norm, Presence::kRequired);
   if (!config.tied_embeddings) matrix("lm_head.weight", config.vocab_size, hidden, weights.lm_head);
@@ -110,10 +161,13 @@ void PackRow(const Tensor& tensor, int64_t file_row, int64_t cols, int32_t row, 
   matrix.SetRow(row, values.data());
 }
 
+WeightType PackedType(const Place& place, WeightsMode mode) {
+  return place.exact ? WeightType::kF32 : PackedType(place.tensor->type, mode);
+}
+
 void LoadMatrix(const Place& place, const ModelConfig& config, WeightsMode mode, ThreadPool& threads) {
   Matrix& matrix = *place.matrix;
-  matrix =
-      Matrix(PackedType(place.tensor->type, mode), static_cast<int32_t>(place.rows), static_cast<int32_t>(place.cols));
+  matrix = Matrix(PackedType(place, mode), static_cast<int32_t>(place.rows), static_cast<int32_t>(place.cols));
   struct Job {
     const Place& place;
     const ModelConfig& config;
@@ -141,7 +195,8 @@ void LoadVector(const Place& place, const ModelConfig& config) {
   Dequantize(place.tensor->type, place.tensor->data, place.cols, file.data());
   place.vector->resize(file.size());
   for (int64_t i = 0; i < place.cols; ++i) {
-    (*place.vector)[static_cast<size_t>(i)] = file[static_cast<size_t>(FileRow(place, config, i))];
+    (*place.vector)[static_cast<size_t>(i)] =
+        file[static_cast<size_t>(FileRow(place, config, i))] + (place.from_one ? 1.0f : 0.0f);
   }
 }
 
@@ -301,12 +356,21 @@ WeightType PackedType(TensorType file, WeightsMode mode) {
   return WeightType::kF32;
 }
 
-const Architecture& ArchitectureOf(const ModelConfig& config) {
-  for (const Architecture* architecture : {&kLlama, &kQwen2, &kQwen3}) {
-    if (architecture->name == config.architecture) return *architecture;
+std::string SpecialSteps(const ModelConfig& config) {
+  const Architecture& architecture = ArchitectureOf(config);
+  std::vector<std::string_view> special;
+  const auto any = [&](const auto& has) { return std::any_of(config.layers.begin(), config.layers.end(), has); };
+  if (any([](const LayerTraits& layer) { return layer.window > 0; })) special.emplace_back("sliding windows");
+  if (any([](const LayerTraits& layer) { return !layer.rope; })) special.emplace_back("layers without RoPE");
+  if (!architecture.names.attention_post_norm.hugging_face.empty()) special.emplace_back("norms behind the attention");
+  if (any([](const LayerTraits& layer) { return layer.experts; })) special.emplace_back("experts");
+  if (!architecture.names.gate_up.hugging_face.empty()) special.emplace_back("several weights in one tensor");
+  if (config.rotary_dim > 0) special.emplace_back("heads that RoPE turns in part");
+  if (architecture.gate != Gate::kSilu) special.emplace_back("GELU");
+  if (config.embedding_scale != 1 || config.residual_scale != 1 || config.logits_divisor != 1) {
+    special.emplace_back("scales");
   }
-  Throw(PHSA_UNSUPPORTED, "the architecture {} is not supported; supported: llama, qwen2, qwen3",
-        Quoted(config.architecture));
+  return fmt::format("{}", fmt::join(special, ", "));
 }
 
 std::vector<ModelTensor> ModelTensors(const ModelSource& source) {
@@ -316,10 +380,14 @@ std::vector<ModelTensor> ModelTensors(const ModelSource& source) {
 }
 
 int64_t FileRow(const ModelTensor& tensor, const ModelConfig& config, int64_t row) {
-  if (!tensor.interleaved_heads) return row;
-  const int64_t half = config.head_dim / 2;
-  const int64_t head = row / config.head_dim, i = row % config.head_dim;
-  return head * config.head_dim + (i < half ? 2 * i : 2 * (i - half) + 1);
+  if (!tensor.turned_heads) return tensor.first_row + row;
+  // Our head: the first of all pairs, then the second of all pairs; the pairs that RoPE turns come first.
+  const int64_t half = config.head_dim / 2, turned = (config.rotary_dim > 0 ? config.rotary_dim : config.head_dim) / 2;
+  const int64_t head = row / config.head_dim, pair = row % config.head_dim % half,
+                second = row % config.head_dim / half;
+  int64_t in_head = 2 * turned + (pair - turned) + second * (half - turned);
+  if (pair < turned) in_head = config.interleaved_rope_rows ? 2 * pair + second : pair + second * turned;
+  return tensor.first_row + head * config.head_dim + in_head;
 }
 
 WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode) {
@@ -331,7 +399,7 @@ WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode) {
       plan.bytes += static_cast<uint64_t>(place.cols) * sizeof(float);
       continue;
     }
-    const WeightType type = PackedType(place.tensor->type, mode);
+    const WeightType type = PackedType(place, mode);
     types.insert(WeightTypeName(type));
     plan.bytes += Matrix::Bytes(type, static_cast<int32_t>(place.rows), static_cast<int32_t>(place.cols));
   }
@@ -349,7 +417,7 @@ Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& thr
   const auto places = Places(source, weights);
   weights.activations = ChooseActivations(mode);
   uint64_t total = 0, done = 0;
-  for (const Place& place : places) total += place.tensor->bytes;
+  for (const Place& place : places) total += place.bytes();
   for (const Place& place : places) {
     if (place.matrix != nullptr) {
       LoadMatrix(place, source.config(), mode, threads);
@@ -358,9 +426,10 @@ Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& thr
     }
     // What was repacked is not read again: without this, file and packed weights would both stay in memory.
     source.Release(*place.tensor);
-    done += place.tensor->bytes;
+    done += place.bytes();
     if (!progress(static_cast<double>(done) / static_cast<double>(total))) return {};
   }
+  for (float& value : weights.final_norm) value /= source.config().logits_divisor;
   SetAdapter(source, mode, weights);
   return weights;
 }

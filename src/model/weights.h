@@ -49,10 +49,19 @@ struct LayerWeights {
   Vector q_norm, k_norm;          // [head_dim] or empty
   Matrix o;                       // [hidden][heads · head_dim]
   Vector o_bias;
-  Vector mlp_norm;  // [hidden]
-  Matrix gate, up;  // [intermediate][hidden]
-  Matrix down;      // [hidden][intermediate]
+  Vector attention_post_norm;  // [hidden] or empty
+  Vector mlp_norm;             // [hidden]
+  Matrix gate, up;             // [intermediate][hidden]
+  Matrix down;                 // [hidden][intermediate]
+  // In place of those three, in a layer with experts.
+  Matrix router;  // [experts][hidden], f32
+  struct Expert {
+    Matrix gate, up;  // [expert_width][hidden]
+    Matrix down;      // [hidden][expert_width]
+  };
+  std::vector<Expert> experts;
   Vector gate_bias, up_bias, down_bias;
+  Vector mlp_post_norm;  // [hidden] or empty
   LowRank qkv_adapter, o_adapter, gate_up_adapter, down_adapter;
 };
 
@@ -81,13 +90,18 @@ struct Weights {
 struct ModelTensor {
   std::string name;  // Hugging Face's
   const Tensor* tensor = nullptr;
-  int64_t rows = 0, cols = 0;      // of a matrix; a vector has rows = 0
-  bool interleaved_heads = false;  // rows of q and k that GGUF stores for RoPE over neighbours
+  int64_t rows = 0, cols = 0;  // of a matrix; a vector has rows = 0
+  int64_t first_row = 0;       // of several that lie in one tensor
+  bool turned_heads = false;   // rows of q and k, whose order in a head is that of their RoPE
+  bool from_one = false;       // a vector to which 1 is to be added
 };
 // All of them. Throws phsa::Error for missing tensors and wrong shapes.
 std::vector<ModelTensor> ModelTensors(const ModelSource& source);
 // The row of the file (of a vector: the element) that is Hugging Face's row.
 int64_t FileRow(const ModelTensor& tensor, const ModelConfig& config, int64_t row);
+
+// What the model has beyond Llama's steps, in words ("sliding windows, GELU"); empty: nothing.
+std::string SpecialSteps(const ModelConfig& config);
 
 // How a tensor of this type is packed.
 WeightType PackedType(TensorType file, WeightsMode mode);

@@ -26,6 +26,13 @@ void AddRmsNorm(float* x, int64_t x_stride, const float* y, int64_t y_stride, in
 void SiluMul(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int32_t m, int32_t dim,
              float* out, int64_t out_stride, const phsa_executor& executor);
 
+// The same with GELU by tanh, g/2 · (1 + tanh(√(2/π) · (g + 0.044715 · g³))), in place of silu.
+void GeluMul(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int32_t m, int32_t dim,
+             float* out, int64_t out_stride, const phsa_executor& executor);
+
+// x[m][dim] *= factor.
+void ScaleRows(float* x, int64_t x_stride, int32_t m, int32_t dim, float factor, const phsa_executor& executor);
+
 // cos_sin[m][2][half]: factor · cos and factor · sin of positions[r] · frequencies[i], in double precision before they
 // are rounded to f32. The layers of a model share one table per step: sin and cos of m × half angles cost more than
 // turning. factor: YaRN's attention factor.

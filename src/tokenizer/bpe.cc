@@ -5,6 +5,8 @@
 #include <functional>
 #include <utility>
 
+#include "base/utf8.h"
+
 namespace phsa {
 namespace {
 
@@ -67,7 +69,7 @@ void Bpe::Encode(std::string_view word, const std::vector<uint8_t>* forbidden, S
   symbols.clear();
   const bool has_unknown = model_.unknown >= 0 && allowed(model_.unknown);
   bool after_unknown = false;
-  for (const char byte : word) {
+  const auto add_byte = [&](char byte) {
     const int32_t id = model_.byte_ids[static_cast<uint8_t>(byte)];
     if (id >= 0) {
       symbols.push_back(id);
@@ -75,6 +77,21 @@ void Bpe::Encode(std::string_view word, const std::vector<uint8_t>* forbidden, S
       symbols.push_back(model_.unknown);
     }
     after_unknown = id < 0;
+  };
+  if (model_.character_ids.empty()) {
+    for (const char byte : word) add_byte(byte);
+  } else {
+    for (size_t at = 0; at < word.size();) {
+      const Utf8Step step = ScanUtf8(word, at);
+      const auto found = model_.character_ids.find(step.code);
+      if (found != model_.character_ids.end()) {
+        symbols.push_back(found->second);
+        after_unknown = false;
+      } else {
+        for (const char byte : word.substr(at, step.size)) add_byte(byte);
+      }
+      at += step.size;
+    }
   }
   if (symbols.size() > kShortWord) {
     MergeLong(forbidden, scratch);
@@ -82,6 +99,21 @@ void Bpe::Encode(std::string_view word, const std::vector<uint8_t>* forbidden, S
     MergeShort(forbidden, scratch);
   }
   ids->insert(ids->end(), symbols.begin(), symbols.end());
+}
+
+void Bpe::Cut(std::string_view text, TextRange range, std::vector<TextRange>* pieces) const {
+  size_t begin = range.begin;
+  char32_t before = kSpaceMarkCode;
+  for (size_t at = begin; at < range.end;) {
+    const Utf8Step step = ScanUtf8(text, at);
+    if (step.code == kSpaceMarkCode && before != kSpaceMarkCode && !model_.before_space.contains(before)) {
+      pieces->push_back({begin, at});
+      begin = at;
+    }
+    before = step.code;
+    at += step.size;
+  }
+  if (begin < range.end) pieces->push_back({begin, range.end});
 }
 
 // Merges the best pair, the leftmost of equals, until none is left.

@@ -1,13 +1,17 @@
-// The merges of a byte-level vocabulary: the bytes of one word to token ids.
+// The merges of a vocabulary: one word to token ids, from its bytes on or, as SentencePiece does it, its characters.
 #ifndef PHSA_TOKENIZER_BPE_H_
 #define PHSA_TOKENIZER_BPE_H_
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
+
+#include "tokenizer/text_range.h"
 
 namespace phsa {
 
@@ -15,11 +19,19 @@ struct BpeMerge {
   int32_t left, right, result;
 };
 
+// What SentencePiece writes for a space: U+2581.
+inline constexpr char32_t kSpaceMarkCode = 0x2581;
+inline constexpr std::string_view kSpaceMark = "\xe2\x96\x81";
+
 struct BpeModel {
   std::array<int32_t, 256> byte_ids;  // the token of each byte; -1: the vocabulary has none
-  std::vector<BpeMerge> merges;       // first merged first; a pair that comes again takes its later place
-  int32_t unknown = -1;               // for a byte without a token; -1: such bytes give nothing, as in tokenizers
-  bool fuse_unknown = false;          // several of them in a row are one
+  // SentencePiece: the token of each character; one without a token is its bytes. Empty: all is bytes.
+  std::unordered_map<char32_t, int32_t> character_ids;
+  // Likewise: the characters behind which a token goes on with kSpaceMark.
+  std::unordered_set<char32_t> before_space;
+  std::vector<BpeMerge> merges;  // first merged first; a pair that comes again takes its later place
+  int32_t unknown = -1;          // for a byte without a token; -1: such bytes give nothing, as in tokenizers
+  bool fuse_unknown = false;     // several of them in a row are one
   // ignore_merges: a word that is a token is that token, whatever the merges would make of it. Empty: not asked for.
   std::unordered_map<std::string, int32_t> whole_words;
 };
@@ -44,6 +56,13 @@ class Bpe {
 
   // Whether a merge, a whole word or an unknown byte can give a token whose entry is not 0.
   bool CanGive(const std::vector<uint8_t>& tokens) const;
+
+  // Appends the pieces of a stretch of a SentencePiece text across whose ends nothing merges: the words, mostly.
+  void Cut(std::string_view text, TextRange range, std::vector<TextRange>* pieces) const;
+  bool of_characters() const { return !model_.character_ids.empty(); }
+  bool IsByteToken(int32_t id) const {  // of SentencePiece: <0x41>
+    return of_characters() && std::find(model_.byte_ids.begin(), model_.byte_ids.end(), id) != model_.byte_ids.end();
+  }
 
   const std::vector<BpeMerge>& merges() const { return model_.merges; }
 

@@ -79,6 +79,10 @@ bool ReadSteps(const Json& step, Steps& out) {
   return false;
 }
 
+[[noreturn]] void RefuseSentencePiece(const std::string& file) {
+  Throw(PHSA_UNSUPPORTED, "{}: has a SentencePiece vocabulary, which export cannot write yet", file);
+}
+
 bool Same(const PreTokenization& known, const Steps& steps) {
   std::vector<std::string> patterns;
   for (const std::string_view pattern : known.patterns) {
@@ -91,6 +95,7 @@ bool Same(const PreTokenization& known, const Steps& steps) {
 
 std::string TokenizerJson(const BpeVocabulary& vocabulary, const std::string& file) {
   Tokenizer::FromVocabulary(vocabulary, file);  // judges it
+  if (vocabulary.model != "gpt2") RefuseSentencePiece(file);
   const PreTokenization& pre = FindPreTokenization(vocabulary.pre, file);
   const auto type_of = [&](size_t id) { return vocabulary.token_types.empty() ? kNormal : vocabulary.token_types[id]; };
   // Files fill the vocabulary up with tokens that nothing uses. They are left out at the end; in between they stay,
@@ -148,6 +153,7 @@ BpeVocabulary VocabularyFromJson(std::string_view json, std::string_view tokeniz
                                  const std::string& file) {
   // Judges it: below, everything is there and of the right kind.
   const TokenizerParts parts = PartsFromJson(json, tokenizer_config_json, file);
+  if (parts.space_marks.on) RefuseSentencePiece(file);
   const auto root = nlohmann::json::parse(json);
   const auto& model = root.at("model");
   const bool whole_words = !parts.model.whole_words.empty();

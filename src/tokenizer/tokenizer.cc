@@ -24,6 +24,7 @@ struct Scratch {
   WordCache cache;
   std::vector<AddedTokenFinder::Piece> pieces, normalized_pieces;
   std::string normalized;
+  std::vector<TextRange> cut;
 };
 
 // What a finished call keeps for the next one. Texts much longer than usual give their memory back.
@@ -35,7 +36,11 @@ struct Tokenizer::Impl {
   explicit Impl(TokenizerParts the_parts);
 
   std::vector<int32_t> Encode(std::string_view text, const SpecialPlaces& special) const;
-  void EncodePiece(std::string_view text, bool recognise_special, Scratch* scratch, std::vector<int32_t>* ids) const;
+  // `first`: the piece is where the text begins.
+  void EncodePiece(std::string_view text, bool first, bool recognise_special, Scratch* scratch,
+                   std::vector<int32_t>* ids) const;
+  // What is looked at after the added tokens of the raw text are found.
+  std::string_view Normalize(std::string_view text, bool first, std::string* storage) const;
   void EncodeWords(std::string_view text, bool recognise_special, Scratch* scratch, std::vector<int32_t>* ids) const;
   std::unique_ptr<Scratch> Borrow() const;
   void Return(std::unique_ptr<Scratch> scratch) const;
@@ -60,7 +65,7 @@ Tokenizer::Impl::Impl(TokenizerParts the_parts) : parts(std::move(the_parts)), b
     added_ids.try_emplace(token.text, token.id);
     if (token.normalized) {
       std::string storage;
-      normalized_tokens.Add(token, parts.nfc ? NormalizeNfc(token.text, &storage) : token.text);
+      normalized_tokens.Add(token, Normalize(token.text, false, &storage));
     } else {
       raw_tokens.Add(token, token.text);
     }
@@ -95,9 +100,16 @@ void Tokenizer::Impl::CheckId(int32_t id) const {
   }
 }
 
-void Tokenizer::Impl::EncodePiece(std::string_view text, bool recognise_special, Scratch* scratch,
+std::string_view Tokenizer::Impl::Normalize(std::string_view text, bool first, std::string* storage) const {
+  if (parts.nfc) text = NormalizeNfc(text, storage);
+  if (!parts.space_marks.on) return text;
+  *storage = MarkSpaces(text, parts.space_marks, first);
+  return *storage;
+}
+
+void Tokenizer::Impl::EncodePiece(std::string_view text, bool first, bool recognise_special, Scratch* scratch,
                                   std::vector<int32_t>* ids) const {
-  if (parts.nfc) text = NormalizeNfc(text, &scratch->normalized);
+  text = Normalize(text, first, &scratch->normalized);
   scratch->normalized_pieces.clear();
   normalized_tokens.Split(text, {recognise_special}, &scratch->pre_tokenizer.pattern, &scratch->normalized_pieces);
   for (const AddedTokenFinder::Piece& piece : scratch->normalized_pieces) {
@@ -112,7 +124,13 @@ void Tokenizer::Impl::EncodePiece(std::string_view text, bool recognise_special,
 void Tokenizer::Impl::EncodeWords(std::string_view text, bool recognise_special, Scratch* scratch,
                                   std::vector<int32_t>* ids) const {
   text = parts.pre_tokenizer.Split(text, &scratch->pre_tokenizer);
-  for (const TextRange& range : scratch->pre_tokenizer.words) {
+  std::vector<TextRange>* words = &scratch->pre_tokenizer.words;
+  if (bpe.of_characters()) {
+    scratch->cut.clear();
+    for (const TextRange& range : *words) bpe.Cut(text, range, &scratch->cut);
+    words = &scratch->cut;
+  }
+  for (const TextRange& range : *words) {
     const std::string_view word = text.substr(range.begin, range.end - range.begin);
     const size_t before = ids->size();
     const std::span<const int32_t> known = scratch->cache.Find(word);
@@ -172,7 +190,7 @@ std::vector<int32_t> Tokenizer::Impl::Encode(std::string_view text, const Specia
       ids.push_back(piece.id);
     } else {
       const auto begin = static_cast<size_t>(piece.text.data() - text.data());
-      EncodePiece(piece.text, places.Hold(begin, begin + piece.text.size()), scratch.get(), &ids);
+      EncodePiece(piece.text, begin == 0, places.Hold(begin, begin + piece.text.size()), scratch.get(), &ids);
     }
   }
   Return(std::move(scratch));
@@ -180,15 +198,30 @@ std::vector<int32_t> Tokenizer::Impl::Encode(std::string_view text, const Specia
 }
 
 std::string Tokenizer::Decode(std::span<const int32_t> ids, bool skip_special) const {
-  std::string bytes;
+  std::string bytes, out;
+  size_t single = 0;  // bytes that are tokens of their own, at the end of `bytes`
+  // As tokenizers does: several of them that are no text become one U+FFFD each.
+  const auto end_single = [&] {
+    const std::string_view run = std::string_view(bytes).substr(bytes.size() - single);
+    if (FirstInvalidUtf8(run) < run.size()) {
+      bytes.resize(bytes.size() - single);
+      for (size_t i = 0; i < single; ++i) bytes += kReplacementCharacter;
+    }
+    single = 0;
+  };
   for (const int32_t id : ids) {
     impl_->CheckId(id);
     if (skip_special && IsSpecial(id)) continue;
-    bytes += impl_->parts.token_bytes[static_cast<size_t>(id)];
+    const std::string& token = impl_->parts.token_bytes[static_cast<size_t>(id)];
+    const bool is_single = impl_->bpe.IsByteToken(id);
+    if (!is_single) end_single();
+    bytes += token;
+    single += is_single;
   }
-  std::string out;
+  end_single();
   out.reserve(bytes.size());
   if (AppendValidUtf8(bytes, &out) > 0) out += kReplacementCharacter;
+  if (impl_->parts.space_marks.strip_first && out.starts_with(' ')) out.erase(0, 1);
   return out;
 }
 

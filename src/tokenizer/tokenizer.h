@@ -1,4 +1,4 @@
-// Byte-level BPE: text to ids and back, as the Python package tokenizers does it.
+// Byte-level BPE and that of SentencePiece: text to ids and back, as the Python package tokenizers does it.
 #ifndef PHSA_TOKENIZER_TOKENIZER_H_
 #define PHSA_TOKENIZER_TOKENIZER_H_
 
@@ -21,6 +21,8 @@ struct BpeVocabulary {
   std::vector<std::string> tokens;   // in GPT-2's printable byte alphabet
   std::vector<int32_t> token_types;  // GGUF's: 1 normal, 3 control, 4 user-defined; may be empty
   std::vector<std::string> merges;   // "left right"
+  std::vector<float> scores;         // of the model llama, which has them in place of merges
+  bool add_space_prefix = true;      // of the model llama
   int32_t bos = -1, eos = -1;
   bool add_bos = false, add_eos = false;
 };

@@ -1,5 +1,6 @@
 // A tokenizer from what a GGUF file says: the vocabulary itself, and the name of the way text is cut into words.
 #include <algorithm>
+#include <cmath>
 #include <unordered_map>
 
 #include "base/errors.h"
@@ -11,22 +12,82 @@
 namespace phsa {
 namespace {
 
-constexpr int32_t kNormal = 1, kControl = 3, kUserDefined = 4;
+constexpr int32_t kNormal = 1, kUnknown = 2, kControl = 3, kUserDefined = 4, kByte = 6;
 
-}  // namespace
-
-TokenizerParts PartsFromVocabulary(const BpeVocabulary& vocabulary, const std::string& file) {
-  if (vocabulary.model != "gpt2") {
-    ThrowInvalid("{}: tokenizer.ggml.model is {}; allowed: gpt2, which is byte-level BPE", file,
-                 Quoted(vocabulary.model));
-  }
-  const PreTokenization& pre = FindPreTokenization(vocabulary.pre, file);
+void CheckTypes(const BpeVocabulary& vocabulary, const std::string& file) {
   const size_t size = vocabulary.tokens.size();
   if (size == 0) ThrowInvalid("{}: tokenizer.ggml.tokens is empty", file);
   if (!vocabulary.token_types.empty() && vocabulary.token_types.size() != size) {
     ThrowInvalid("{}: tokenizer.ggml.token_type has {} entries; allowed: {}, one per token", file,
                  vocabulary.token_types.size(), size);
   }
+}
+
+void TakeBegin(const BpeVocabulary& vocabulary, TokenizerParts* parts) {
+  const auto in_range = [&](int32_t id) {
+    return id >= 0 && static_cast<size_t>(id) < vocabulary.tokens.size() ? id : -1;
+  };
+  parts->bos = in_range(vocabulary.bos);
+  parts->eos = in_range(vocabulary.eos);
+  parts->add_bos = vocabulary.add_bos && parts->bos >= 0;
+}
+
+// The model "llama": SentencePiece's BPE, with scores and byte tokens.
+TokenizerParts SentencePieceParts(const BpeVocabulary& vocabulary, const std::string& file) {
+  CheckTypes(vocabulary, file);
+  const size_t size = vocabulary.tokens.size();
+  if (vocabulary.scores.size() != size) {
+    ThrowInvalid("{}: tokenizer.ggml.scores has {} entries; allowed: {}, one per token", file, vocabulary.scores.size(),
+                 size);
+  }
+  for (size_t i = 0; i < size; ++i) {
+    if (!std::isfinite(vocabulary.scores[i])) {
+      ThrowInvalid("{}: tokenizer.ggml.scores[{}] is {}; allowed: finite numbers", file, i, vocabulary.scores[i]);
+    }
+  }
+  TokenizerParts parts;
+  parts.token_bytes.resize(size);
+  std::unordered_map<std::string, int32_t> ids;  // what merging may meet
+  for (size_t i = 0; i < size; ++i) {
+    const std::string& token = vocabulary.tokens[i];
+    const auto id = static_cast<int32_t>(i);
+    const int byte = ByteOfToken(token);
+    const int32_t type = vocabulary.token_types.empty() ? byte >= 0 ? kByte : kNormal : vocabulary.token_types[i];
+    parts.token_bytes[i] = byte >= 0 && type == kByte ? std::string(1, static_cast<char>(byte)) : UnmarkSpaces(token);
+    if (type == kControl || type == kUserDefined || type == kUnknown) {
+      AddedToken& added = parts.added.emplace_back();
+      added.id = id;
+      added.text = type == kUserDefined ? UnmarkSpaces(token) : token;
+      added.special = type != kUserDefined;
+    } else if (type == kNormal || type == kByte) {
+      ids.try_emplace(token, id);
+    }
+  }
+  parts.model.merges = MergesFromScores(ids, vocabulary.scores);
+  if (!FillCharacters(ids, vocabulary.tokens, &parts.model)) {
+    ThrowInvalid("{}: tokenizer.ggml.tokens lacks tokens for single bytes, <0x00> to <0xFF>, which is not supported",
+                 file);
+  }
+  parts.space_marks.on = true;
+  if (vocabulary.add_space_prefix) {
+    parts.space_marks.prefix = SpaceMarks::Prefix::kEach;
+    parts.space_marks.strip_first = true;
+  }
+  TakeBegin(vocabulary, &parts);
+  return parts;
+}
+
+}  // namespace
+
+TokenizerParts PartsFromVocabulary(const BpeVocabulary& vocabulary, const std::string& file) {
+  if (vocabulary.model == "llama") return SentencePieceParts(vocabulary, file);
+  if (vocabulary.model != "gpt2") {
+    ThrowInvalid("{}: tokenizer.ggml.model is {}; allowed: gpt2, which is byte-level BPE, and llama, SentencePiece's",
+                 file, Quoted(vocabulary.model));
+  }
+  const PreTokenization& pre = FindPreTokenization(vocabulary.pre, file);
+  CheckTypes(vocabulary, file);
+  const size_t size = vocabulary.tokens.size();
 
   TokenizerParts parts;
   parts.token_bytes.resize(size);
@@ -79,10 +140,7 @@ TokenizerParts PartsFromVocabulary(const BpeVocabulary& vocabulary, const std::s
   for (const std::string_view pattern : pre.patterns) {
     if (!pattern.empty()) parts.pre_tokenizer.AddSplit(Pattern(pattern, file), SplitBehavior::kIsolated, false);
   }
-  const auto in_range = [&](int32_t id) { return id >= 0 && static_cast<size_t>(id) < size ? id : -1; };
-  parts.bos = in_range(vocabulary.bos);
-  parts.eos = in_range(vocabulary.eos);
-  parts.add_bos = vocabulary.add_bos && parts.bos >= 0;
+  TakeBegin(vocabulary, &parts);
   return parts;
 }
 

@@ -33,9 +33,14 @@ class Reader {
     ReadAddedTokens(root);
     FinishModel(model);
     if (const Json* normalizer = Find(root, "normalizer")) ReadNormalizer(*normalizer, "normalizer", 0);
-    const Json& pre_tokenizer = Member(root, "", "pre_tokenizer");
-    ReadPreTokenizer(pre_tokenizer, "pre_tokenizer", 0);
-    if (!byte_level_) Refuse("pre_tokenizer", "has no ByteLevel; only byte-level BPE is supported");
+    if (const Json* pre_tokenizer = Find(root, "pre_tokenizer")) ReadPreTokenizer(*pre_tokenizer, "pre_tokenizer", 0);
+    if (byte_level_ == sentencepiece_) {
+      Refuse("pre_tokenizer", "{}; only byte-level BPE and SentencePiece's with byte_fallback are supported",
+             byte_level_ ? "has ByteLevel and the vocabulary <0x00>" : "has no ByteLevel");
+    }
+    if (sentencepiece_ && !parts_.space_marks.on) {
+      Refuse("normalizer", "does not write \u2581 for spaces, as SentencePiece does");
+    }
     if (const Json* decoder = Find(root, "decoder")) CheckDecoder(*decoder, "decoder", 0);
     if (const Json* processor = Find(root, "post_processor")) ReadPostProcessor(*processor, "post_processor", 0);
     if (!config.empty()) ReadConfig(config);
@@ -152,6 +157,8 @@ class Reader {
 
   // What needs all tokens: their bytes, the merges, the unknown token.
   void FinishModel(const Json& model) {
+    sentencepiece_ = Flag(model, "model", "byte_fallback", false) && ids_.contains("<0x00>");
+    if (sentencepiece_) return FinishSentencePiece(model);
     parts_.token_bytes.resize(names_.size());
     for (size_t id = 0; id < names_.size(); ++id) {
       if (names_[id]) parts_.token_bytes[id] = BytesOfAlphabet(*names_[id]).value_or(*names_[id]);
@@ -178,6 +185,25 @@ class Reader {
       Refuse("model", "has byte_fallback and lacks tokens for single bytes, which is not supported");
     }
     ReadMerges(Member(model, "model", "merges"));
+  }
+
+  void FinishSentencePiece(const Json& model) {
+    if (Flag(model, "model", "ignore_merges", false)) Refuse("model", "has byte_fallback and ignore_merges");
+    parts_.token_bytes.resize(names_.size());
+    std::vector<std::string> tokens(names_.size());
+    for (size_t id = 0; id < names_.size(); ++id) {
+      if (!names_[id]) continue;
+      tokens[id] = *names_[id];
+      const int byte = ByteOfToken(tokens[id]);
+      parts_.token_bytes[id] = byte >= 0 ? std::string(1, static_cast<char>(byte)) : UnmarkSpaces(tokens[id]);
+    }
+    for (const AddedToken& token : parts_.added) {
+      parts_.token_bytes[static_cast<size_t>(token.id)] = UnmarkSpaces(token.text);
+    }
+    ReadMerges(Member(model, "model", "merges"));
+    if (!FillCharacters(ids_, tokens, &parts_.model)) {
+      Refuse("model", "has byte_fallback and lacks tokens for single bytes, which is not supported");
+    }
   }
 
   void ReadMerges(const Json& merges) {
@@ -216,8 +242,31 @@ class Reader {
     } else if (type == "Sequence") {
       ForEachStep(normalizer, where, "normalizers", depth,
                   [&](const Json& step, const std::string& place) { ReadNormalizer(step, place, depth + 1); });
+    } else if (type == "Prepend" && sentencepiece_ && Text(normalizer, where, "prepend") == kSpaceMark) {
+      parts_.space_marks.prefix = SpaceMarks::Prefix::kEach;
+    } else if (type == "Replace" && sentencepiece_ && ReplacesSpaces(normalizer, where)) {
+      parts_.space_marks.on = true;
     } else {
-      Refuse(where, "is {}; allowed: NFC, or a Sequence of it", Quoted(type));
+      Refuse(where, "is {}; allowed: NFC, SentencePiece's Prepend and Replace, or a Sequence of them", Quoted(type));
+    }
+  }
+
+  bool ReplacesSpaces(const Json& step, const std::string& where) const {
+    return Member(step, where, "pattern") == Json({{"String", " "}}) && Text(step, where, "content") == kSpaceMark;
+  }
+
+  // Marks spaces as SentencePiece does, and may cut before each mark.
+  void ReadMetaspace(const Json& step, const std::string& where) {
+    if (Text(step, where, "replacement") != kSpaceMark) Refuse(where, "has another replacement than \u2581");
+    const Json* const given = Find(step, "prepend_scheme");
+    const std::string scheme = given != nullptr && given->is_string() ? given->get<std::string>() : "always";
+    SpaceMarks& marks = parts_.space_marks;
+    marks.on = true;
+    marks.unless_there = true;
+    if (scheme == "always") marks.prefix = SpaceMarks::Prefix::kEach;
+    if (scheme == "first") marks.prefix = SpaceMarks::Prefix::kFirst;
+    if (Flag(step, where, "split", true)) {
+      parts_.pre_tokenizer.AddSplit(Pattern(kSpaceMark, file_), SplitBehavior::kMergedWithNext, false);
     }
   }
 
@@ -234,6 +283,8 @@ class Reader {
         out.AddSplit(Pattern(kGpt2Pattern, where), SplitBehavior::kIsolated, false);
       }
       byte_level_ = true;
+    } else if (type == "Metaspace" && sentencepiece_) {
+      ReadMetaspace(step, where);
     } else if (type == "Digits") {
       const bool each = Flag(step, where, "individual_digits", false);
       out.AddSplit(Pattern::OneOf(RustNumeric()), each ? SplitBehavior::kIsolated : SplitBehavior::kContiguous, false);
@@ -241,7 +292,8 @@ class Reader {
       const SplitBehavior behavior = Behavior(Text(step, where, "behavior"), where);
       out.AddSplit(SplitPattern(Member(step, where, "pattern"), where), behavior, Flag(step, where, "invert", false));
     } else {
-      Refuse(where, "is {}; allowed: ByteLevel, Split, Digits, or a Sequence of them", Quoted(type));
+      Refuse(where, "is {}; allowed: ByteLevel, Split, Digits, SentencePiece's Metaspace, or a Sequence of them",
+             Quoted(type));
     }
   }
 
@@ -276,12 +328,17 @@ class Reader {
            Quoted(name));
   }
 
-  void CheckDecoder(const Json& decoder, const std::string& where, int depth) const {
+  void CheckDecoder(const Json& decoder, const std::string& where, int depth) {
     const std::string& type = Text(decoder, where, "type");
     if (type == "Sequence") {
       ForEachStep(decoder, where, "decoders", depth,
                   [&](const Json& step, const std::string& place) { CheckDecoder(step, place, depth + 1); });
-    } else if (type != "ByteLevel" && type != "Fuse") {
+    } else if (sentencepiece_ && (type == "Strip" || type == "Metaspace")) {
+      parts_.space_marks.strip_first =
+          type == "Strip" ? Find(decoder, "start") != nullptr && *Find(decoder, "start") == 1
+                          : Find(decoder, "prepend_scheme") == nullptr || *Find(decoder, "prepend_scheme") != "never";
+    } else if (type != "ByteLevel" && type != "Fuse" &&
+               !(sentencepiece_ && (type == "Replace" || type == "ByteFallback"))) {
       Refuse(where, "is {}; allowed: ByteLevel", Quoted(type));
     }
   }
@@ -333,7 +390,7 @@ class Reader {
   std::unordered_map<std::string, int32_t> ids_;  // the model's tokens
   std::vector<std::optional<std::string>> names_;
   size_t most_ids_ = 0;
-  bool byte_level_ = false;
+  bool byte_level_ = false, sentencepiece_ = false;
 };
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "tokenizer/added_tokens.h"
 #include "tokenizer/bpe.h"
 #include "tokenizer/pretokenizer.h"
+#include "tokenizer/sentencepiece.h"
 #include "tokenizer/tokenizer.h"
 
 namespace phsa {
@@ -19,6 +20,7 @@ struct TokenizerParts {
   std::vector<AddedToken> added;
   BpeModel model;
   bool nfc = false;
+  SpaceMarks space_marks;  // of SentencePiece
   PreTokenizer pre_tokenizer;
   int32_t bos = -1, eos = -1;
   bool add_bos = false;

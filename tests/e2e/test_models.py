@@ -5,7 +5,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from conftest import BIN
+from conftest import BIN, ROOT
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -21,6 +21,33 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA3 = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "sliding_window": 50,
+    "tie_word_embeddings": True,
+    "layer_types": [SLIDING, FULL, SLIDING],
+}
+
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "norm_topk_prob": True}
+PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1 + i / 8 for i in range(16)],
+    "long_factor": [1 + i / 8 for i in range(16)],
+    "original_max_position_embeddings": 64,
+}
+GRANITE = {
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 5.0,
+}
 
 # name: architecture, changes of the configuration, largest shard
 CASES = {
@@ -38,13 +65,48 @@ CASES = {
     "qwen3": ("Qwen3", {"head_dim": 128}, None),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 64}, None),
     "qwen3-yarn-sharded": ("Qwen3", {"rope_parameters": YARN, "head_dim": 64}, "200KB"),
+    "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}, None),
+    "mistral": ("Mistral", {"sliding_window": None}, None),
+    "mistral-window": ("Mistral", {"sliding_window": 100}, None),
+    "ministral": ("Ministral", {"sliding_window": 33, "layer_types": [FULL, SLIDING, SLIDING]}, None),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": None, "eos_token_id": 2}, None),
+    "smollm3-list": ("SmolLM3", {"no_rope_layers": [0, 1, 1], "pad_token_id": None, "eos_token_id": 2}, None),
+    "gemma3": ("Gemma3", GEMMA3, None),
+    "gemma3-pattern": ("Gemma3", {**GEMMA3, "num_hidden_layers": 7, "layer_types": None}, None),
+    "gemma3-scaled": (
+        "Gemma3",
+        {
+            **GEMMA3,
+            "query_pre_attn_scalar": 100,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        "400KB",
+    ),
+    "qwen3moe": ("Qwen3Moe", MOE, None),
+    "qwen3moe-plain-layers": (
+        "Qwen3Moe",
+        {**MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False},
+        "200KB",
+    ),
+    "phi3": ("Phi3", {"pad_token_id": None, "eos_token_id": 2, "sliding_window": 70}, None),
+    "phi3-part-of-heads": ("Phi3", {**PARTIAL, "pad_token_id": None, "eos_token_id": 2}, None),
+    "phi3-longrope": (
+        "Phi3",
+        {"pad_token_id": None, "eos_token_id": 2, "hidden_size": 256, "rope_parameters": LONGROPE},
+        None,
+    ),
+    "glm4": ("Glm4", {**PARTIAL, "pad_token_id": None, "eos_token_id": 2, "attention_bias": True}, "200KB"),
+    "granite": ("Granite", GRANITE, None),
     "qwen3-odd": ("Qwen3", {"hidden_size": 120, "intermediate_size": 200, "head_dim": 64, "vocab_size": 509}, None),
 }
 
 
 def make_model(name, folder, dtype=torch.float32):
     architecture, changes, shard = CASES[name]
-    config = getattr(transformers, architecture + "Config")(
+    config = getattr(transformers, {"Gemma3": "Gemma3Text"}.get(architecture, architecture) + "Config")(
         **{
             "vocab_size": VOCAB,
             "hidden_size": 128,
@@ -65,16 +127,17 @@ def make_model(name, folder, dtype=torch.float32):
         for parameter_name, parameter in model.named_parameters():
             # Wide enough that attention is far from uniform and every norm and bias counts.
             scale = 0.3 if "norm" in parameter_name or "bias" in parameter_name else 0.12
-            offset = 1.0 if "norm" in parameter_name else 0.0
+            offset = 1.0 if "norm" in parameter_name and architecture != "Gemma3" else 0.0  # Gemma adds the 1
             parameter.copy_(torch.randn_like(parameter) * scale + offset)
     model = model.to(dtype)
     model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
     return model
 
 
-def our_logits(folder, ids, weights="f32", kv_type="f32", chunk=64, threads=2, adapter=None):
+def our_logits(folder, ids, weights="f32", kv_type="f32", chunk=64, threads=2, adapter="-", settings=None):
+    more = [json.dumps(settings)] if settings else []
     done = subprocess.run(
-        [BIN / "logits_of", folder, weights, kv_type, str(chunk), str(threads), *([adapter] if adapter else [])],
+        [BIN / "logits_of", folder, weights, kv_type, str(chunk), str(threads), adapter, *more],
         input=" ".join(map(str, ids)).encode(),
         capture_output=True,
     )
@@ -96,6 +159,163 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
         theirs = model(ids).logits[0].numpy()
     ours = our_logits(tmp_path, ids[0].tolist())
     assert relative_error(ours, theirs) <= 1e-4
+
+
+# What GGUF calls the family, whether its converters turn q and k for RoPE over neighbours, and keys of its own.
+GGUF = {
+    "Llama": ("llama", True, {}),
+    "Mistral": ("llama", True, {}),
+    "Qwen2": ("qwen2", False, {}),
+    "Qwen3": ("qwen3", False, {}),
+    "SmolLM3": ("smollm3", True, {}),
+    "Gemma3": ("gemma3", False, {"attention.sliding_window": "sliding_window"}),
+    "Qwen3Moe": (
+        "qwen3moe",
+        False,
+        {
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+    ),
+    "Phi3": ("phi3", False, {"attention.sliding_window": "sliding_window"}),
+    "Glm4": ("glm4", False, {}),
+    "Granite": (
+        "granite",
+        True,
+        {
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+}
+
+
+def make_gguf(name, model, path):
+    """The model as converters write it, in f32, by the package gguf."""
+    gguf = pytest.importorskip("gguf")
+    family = CASES[name][0]
+    architecture, turned, own = GGUF[family]
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    for key, value in own.items():
+        value = getattr(config, value)
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{key}", value)
+    number = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    share = rope.get("partial_rotary_factor", 1)
+    writer.add_rope_dimension_count(int(head_dim * share))
+    for tensor, values in model.state_dict().items():
+        if tensor == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = values.numpy()
+        if family == "Gemma3" and "norm" in tensor:
+            values = values + 1
+        if turned and ("q_proj" in tensor or "k_proj" in tensor):
+            heads = values.shape[0] // config.head_dim
+            halves = values.reshape(heads, 2, config.head_dim // 2, -1)
+            values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+        if tensor.endswith("experts.gate_up_proj"):
+            gate, up = np.split(values, 2, axis=1)
+            for kind, part in (("gate", gate), ("up", up)):
+                writer.add_tensor(f"blk.{tensor.split('.')[2]}.ffn_{kind}_exps.weight", np.ascontiguousarray(part))
+            continue
+        if tensor.endswith("experts.down_proj"):
+            tensor += ".weight"
+        to = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+        assert to is not None, tensor
+        writer.add_tensor(to, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama-bias", "mistral", "qwen2", "qwen3", "smollm3", "gemma3-pattern", "qwen3moe", "phi3", "glm4", "granite"],
+)
+def test_logits_of_gguf_files_equal_those_of_transformers(name, tmp_path):
+    model = make_model(name, tmp_path)
+    path = make_gguf(name, model, tmp_path / "model.gguf")
+    ids = torch.randint(0, model.config.vocab_size, (1, 200), generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        theirs = model(ids).logits[0].numpy()
+    assert relative_error(our_logits(path, ids[0].tolist()), theirs) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "ministral", "smollm3", "gemma3", "qwen3moe", "phi3-part-of-heads", "glm4", "granite"]
+)
+def test_phsa_gives_the_logits_of_the_transformers_plugin(name, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "python"))
+    phsa = pytest.importorskip("phsa.hf")
+    model = make_model(name, tmp_path)
+    ids = torch.randint(0, VOCAB, (1, 400), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        dense = model(ids).logits[0].numpy()
+        phsa.enable(model, policy="phsa", init=16, local=32, top_k=2, punctuation="none", backend="auto")
+        theirs = model(ids, use_cache=False).logits[0].numpy()
+    settings = {"attention": "phsa", "init_tokens": 16, "local_tokens": 32, "top_k": 2, "punctuation": "none"}
+    ours = our_logits(tmp_path, ids[0].tolist(), settings=settings)
+    assert relative_error(dense, theirs) > 0.05, "something must be left out"
+    # Where two blocks score nearly the same, one of them is as right as the other: few rows may differ.
+    errors = np.abs(ours - theirs).max(axis=1) / np.abs(theirs).max()
+    assert np.mean(errors > 1e-4) < 0.03
+
+
+def test_minicpm_is_granite_with_other_words_for_its_scales(tmp_path):
+    """transformers has no MiniCPM of its own; Granite has the same steps, and scales to choose."""
+    base, depth, layers = 32, 1.4, 3
+    scales = {
+        "attention_multiplier": 64**-0.5,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": depth / layers**0.5,
+        "logits_scaling": 128 / base,
+    }
+    CASES["minicpm"] = ("Granite", scales, None)
+    model = make_model("minicpm", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in (*scales, "rope_parameters"):
+        del config[key]
+    config |= {
+        "architectures": ["MiniCPMForCausalLM"],
+        "model_type": "minicpm",
+        "scale_emb": 12,
+        "scale_depth": depth,
+        "dim_model_base": base,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 32,
+            "long_factor": [1.0] * 32,
+            "original_max_position_embeddings": 512,
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ids = torch.randint(0, VOCAB, (1, 200), generator=torch.Generator().manual_seed(8))
+    with torch.no_grad():
+        theirs = model(ids).logits[0].numpy()
+    assert relative_error(our_logits(tmp_path, ids[0].tolist()), theirs) <= 1e-4
+
+    config["rope_scaling"]["long_factor"][3] = 2.0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = subprocess.run([BIN / "logits_of", tmp_path, "f32", "f32", "8", "1"], input=b"1 2", capture_output=True)
+    assert done.returncode == 2 and "long_factor differs from short_factor" in done.stderr.decode()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -170,6 +170,12 @@ class TileAttention {
     products_.dot(s_.query_ptrs + begin, end - begin, keys, panels, call_.words, s_.score_ptrs + begin);
     for (int32_t r = begin; r < end; ++r) {
       const int32_t seen = std::min(Position(r) + 1, hi) - lo;
+      const int32_t outside = plan_.WindowBegin(Position(r)) - lo;
+      if (outside >= seen) {  // all of the chunk is before the window: a softmax over nothing has no maximum
+        std::fill_n(s_.score_ptrs[r], panels * kPanel, 0.0f);
+        continue;
+      }
+      if (outside > 0) std::fill_n(s_.score_ptrs[r], outside, -std::numeric_limits<float>::infinity());
       std::fill(s_.score_ptrs[r] + seen, s_.score_ptrs[r] + panels * kPanel, -std::numeric_limits<float>::infinity());
       Softmax(r, panels * kPanel);
     }

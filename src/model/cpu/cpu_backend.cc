@@ -10,6 +10,8 @@
 #include "base/dtype.h"
 #include "base/errors.h"
 #include "base/memory.h"
+#include "io/architecture.h"
+#include "model/cpu/experts.h"
 #include "model/rope.h"
 #include "ops/layers.h"
 
@@ -46,7 +48,8 @@ ActivationType ActivationsFor(WeightType weights, ActivationType wanted, Activat
 const float* Data(const Vector& vector) { return vector.empty() ? nullptr : vector.data(); }
 
 struct BufferSizes {
-  size_t residual, projected, queries, keys, intermediate, cos_sin, logits, attention_queries, linear, low_rank, added;
+  size_t residual, projected, queries, keys, intermediate, cos_sin, logits, attention_queries, linear, low_rank, added,
+      routed;
 };
 
 BufferSizes SizesOf(const ModelConfig& config, int32_t kv_dtype, int32_t max_rows, const AdapterSizes& adapter,
@@ -56,6 +59,7 @@ BufferSizes SizesOf(const ModelConfig& config, int32_t kv_dtype, int32_t max_row
   const auto kv_width = static_cast<size_t>(config.num_kv_heads) * static_cast<size_t>(config.head_dim);
   std::set<int32_t> columns = adapter.ranks;
   columns.insert({config.hidden, config.intermediate, static_cast<int32_t>(q_width)});
+  if (config.num_experts > 0) columns.insert(config.expert_width);
   size_t linear = 0;
   for (const WeightType weights : kWeightTypes) {
     for (const ActivationType activations : {ActivationType::kF32, ActivationType::kBf16, ActivationType::kInt8}) {
@@ -72,13 +76,16 @@ BufferSizes SizesOf(const ModelConfig& config, int32_t kv_dtype, int32_t max_row
           .projected = m * static_cast<size_t>(config.hidden) * sizeof(float),
           .queries = m * q_width * sizeof(float),
           .keys = m * kv_width * sizeof(float),
-          .intermediate = m * static_cast<size_t>(config.intermediate) * sizeof(float),
-          .cos_sin = m * static_cast<size_t>(config.head_dim) * sizeof(float),
+          .intermediate = m * static_cast<size_t>(std::max(config.intermediate, config.expert_width)) * sizeof(float),
+          .cos_sin = MakeLayerRopes(config).all.size() * m * static_cast<size_t>(config.head_dim) * sizeof(float),
           .logits = logit_rows * static_cast<size_t>(config.vocab_size) * sizeof(float),
           .attention_queries = m * q_width * DtypeSize(kv_dtype),
           .linear = linear,
           .low_rank = m * static_cast<size_t>(adapter.rows) * sizeof(float),
-          .added = adapter.rows > 0 ? m * widest * sizeof(float) : 0};
+          .added = adapter.rows > 0 ? m * widest * sizeof(float) : 0,
+          .routed = config.num_experts > 0
+                        ? m * static_cast<size_t>(config.num_experts + 2 * config.hidden) * sizeof(float)
+                        : 0};
 }
 
 class CpuModelBackend final : public ModelBackend {
@@ -121,6 +128,11 @@ class CpuModelBackend final : public ModelBackend {
                     ActivationType activations_int8, std::span<const LinearOutput> outputs);
   void Multiply(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
                 std::span<const LinearOutput> outputs);
+  // projected_ = the experts of normed_'s rows.
+  void RunExperts(const LayerWeights& w);
+  // What a half of a layer adds to the residual stream, in projected_, as it is added.
+  void FinishHalf(const Vector& post_norm);
+  size_t table_size() const { return static_cast<size_t>(max_rows_) * static_cast<size_t>(config_.head_dim); }
   const LowRank& AdapterOf(const StepGroup& group, const Added& added) const {
     const Weights& weights = group.adapter == 0 ? weights_ : *adapters_[static_cast<size_t>(group.adapter) - 1];
     return weights.layers[static_cast<size_t>(added.layer)].*added.which;
@@ -134,12 +146,14 @@ class CpuModelBackend final : public ModelBackend {
   std::vector<std::unique_ptr<const Weights>> adapters_;  // that texts may name, beside the one in weights_
   const int32_t kv_dtype_, max_rows_;
   ThreadPool& threads_;
-  const RopeFrequencies rope_;
+  const LayerRopes ropes_;
+  const Gate gate_kind_;
   const StepRows* rows_ = nullptr;  // of the step
   // [max_rows][…]: the residual stream and its norm (hidden), q/k/v (heads), the MLP's two halves (intermediate).
   Buffer residual_, normed_, queries_, keys_, values_, gate_, up_, projected_, cos_sin_, logits_;
   Buffer attention_queries_, attention_out_;  // [max_rows][q heads · head_dim] in the cache's dtype
   Buffer linear_workspace_, attention_workspace_;
+  Buffer routed_;            // experts: [max_rows][experts] logits, then rows of one expert in and out, [hidden]
   Buffer low_rank_, added_;  // [max_rows][adapter rows], [max_rows][widths of the outputs of one x]
   bool stages_apart_ = false;
   std::vector<int32_t> selection_;  // between stages
@@ -154,7 +168,8 @@ CpuModelBackend::CpuModelBackend(const ModelConfig& config, Weights weights, con
       kv_dtype_(options.kv_dtype),
       max_rows_(options.max_rows),
       threads_(threads),
-      rope_(MakeRope(config)) {
+      ropes_(MakeLayerRopes(config)),
+      gate_kind_(ArchitectureOf(config).gate) {
   const BufferSizes sizes = SizesOf(config, kv_dtype_, max_rows_, weights_.adapter, threads.num_threads());
   residual_ = Buffer(sizes.residual);
   normed_ = Buffer(sizes.residual);
@@ -171,6 +186,7 @@ CpuModelBackend::CpuModelBackend(const ModelConfig& config, Weights weights, con
   linear_workspace_ = Buffer(sizes.linear);
   low_rank_ = Buffer(sizes.low_rank);
   added_ = Buffer(sizes.added);
+  routed_ = Buffer(sizes.routed);
 }
 
 bool CpuModelBackend::SetAdapter(const ModelSource& source) {
@@ -212,8 +228,13 @@ void CpuModelBackend::Begin(const StepRows& rows) {
   for (int32_t row = 0; row < rows.count; ++row) {
     weights_.embedding.GetRow(rows.tokens[static_cast<size_t>(row)], residual_.floats() + int64_t{row} * hidden);
   }
-  RopeTable(rows.positions.data(), rows.count, rope_.frequencies.data(), config_.head_dim / 2, rope_.factor,
-            cos_sin_.floats(), threads_.executor());
+  if (config_.embedding_scale != 1) {
+    ScaleRows(residual_.floats(), hidden, rows.count, hidden, config_.embedding_scale, threads_.executor());
+  }
+  for (size_t i = 0; i < ropes_.all.size(); ++i) {
+    RopeTable(rows.positions.data(), rows.count, ropes_.all[i].frequencies.data(), config_.head_dim / 2,
+              ropes_.all[i].factor, cos_sin_.floats() + i * table_size(), threads_.executor());
+  }
   RmsNorm(residual_.floats(), hidden, rows.count, hidden, weights_.layers.front().attention_norm.data(),
           config_.rms_eps, normed_.floats(), hidden, threads_.executor());
   times_.other += SecondsSince(clock);
@@ -328,7 +349,7 @@ void CpuModelBackend::QueriesKeysValues(int32_t layer) {
   RopeParams rope;
   rope.m = m;
   rope.head_dim = config_.head_dim;
-  rope.cos_sin = cos_sin_.floats();
+  rope.cos_sin = cos_sin_.floats() + ropes_.of_layer[static_cast<size_t>(layer)] * table_size();
   rope.eps = config_.rms_eps;
   rope.out_dtype = kv_dtype_;
   rope.x = queries_.floats();
@@ -406,6 +427,53 @@ void CpuModelBackend::Attend(int32_t layer, const StepGroup& group, const Plan& 
   times_.attention += SecondsSince(clock);
 }
 
+void CpuModelBackend::FinishHalf(const Vector& post_norm) {
+  const int32_t m = rows_->count, hidden = config_.hidden;
+  if (!post_norm.empty()) {
+    RmsNorm(projected_.floats(), hidden, m, hidden, post_norm.data(), config_.rms_eps, projected_.floats(), hidden,
+            threads_.executor());
+  }
+  if (config_.residual_scale != 1) {
+    ScaleRows(projected_.floats(), hidden, m, hidden, config_.residual_scale, threads_.executor());
+  }
+}
+
+void CpuModelBackend::RunExperts(const LayerWeights& w) {
+  const phsa_executor executor = threads_.executor();
+  const int32_t m = rows_->count, hidden = config_.hidden, width = config_.expert_width;
+  float* const logits = routed_.floats();
+  float* const in = logits + int64_t{max_rows_} * config_.num_experts;
+  float* const out = in + int64_t{max_rows_} * hidden;
+  Clock::time_point clock = Clock::now();
+  LinearOutput router[] = {{&w.router, nullptr, logits, config_.num_experts}};
+  ProjectPlain(normed_.floats(), hidden, m, ActivationType::kF32, ActivationType::kF32, router);
+  const std::vector<ExpertRows> routes = RouteToExperts(config_, logits, m);
+  std::fill_n(projected_.floats(), int64_t{m} * hidden, 0.0f);
+  // One expert after the other, so that a row's sum has one order, whatever other rows there are.
+  for (size_t e = 0; e < routes.size(); ++e) {
+    const auto count = static_cast<int32_t>(routes[e].rows.size());
+    if (count == 0) continue;
+    for (int32_t i = 0; i < count; ++i) {
+      const float* const row = normed_.floats() + int64_t{routes[e].rows[static_cast<size_t>(i)]} * hidden;
+      std::copy_n(row, hidden, in + int64_t{i} * hidden);
+    }
+    LinearOutput halves[] = {{&w.experts[e].gate, nullptr, gate_.floats(), width},
+                             {&w.experts[e].up, nullptr, up_.floats(), width}};
+    ProjectPlain(in, hidden, count, weights_.activations.gate_up, weights_.activations.layer_int8, halves);
+    const auto gate = gate_kind_ == Gate::kSilu ? SiluMul : GeluMul;
+    gate(gate_.floats(), width, up_.floats(), width, count, width, gate_.floats(), width, executor);
+    LinearOutput down[] = {{&w.experts[e].down, nullptr, out, hidden}};
+    ProjectPlain(gate_.floats(), width, count, weights_.activations.other, weights_.activations.layer_int8, down);
+    for (int32_t i = 0; i < count; ++i) {
+      const float weight = routes[e].weights[static_cast<size_t>(i)];
+      const float* const from = out + int64_t{i} * hidden;
+      float* const to = projected_.floats() + int64_t{routes[e].rows[static_cast<size_t>(i)]} * hidden;
+      for (int32_t c = 0; c < hidden; ++c) to[c] += weight * from[c];
+    }
+  }
+  times_.products += SecondsSince(clock);
+}
+
 void CpuModelBackend::OutputAndMlp(int32_t layer) {
   const LayerWeights& w = weights_.layers[static_cast<size_t>(layer)];
   const phsa_executor executor = threads_.executor();
@@ -420,22 +488,29 @@ void CpuModelBackend::OutputAndMlp(int32_t layer) {
           {layer, &LayerWeights::o_adapter});
   times_.products += SecondsSince(clock);
 
+  FinishHalf(w.attention_post_norm);
   AddRmsNorm(residual_.floats(), hidden, projected_.floats(), hidden, m, hidden, w.mlp_norm.data(), config_.rms_eps,
              normed_.floats(), hidden, executor);
   times_.other += SecondsSince(clock);
-  LinearOutput halves[] = {{&w.gate, Data(w.gate_bias), gate_.floats(), intermediate},
-                           {&w.up, Data(w.up_bias), up_.floats(), intermediate}};
-  Project(normed_.floats(), hidden, m, weights_.activations.gate_up, weights_.activations.layer_int8, halves,
-          {layer, &LayerWeights::gate_up_adapter});
-  times_.products += SecondsSince(clock);
-  SiluMul(gate_.floats(), intermediate, up_.floats(), intermediate, m, intermediate, gate_.floats(), intermediate,
-          executor);
-  times_.other += SecondsSince(clock);
-  LinearOutput down[] = {{&w.down, Data(w.down_bias), projected_.floats(), hidden}};
-  Project(gate_.floats(), intermediate, m, weights_.activations.other, weights_.activations.layer_int8, down,
-          {layer, &LayerWeights::down_adapter});
-  times_.products += SecondsSince(clock);
+  if (!w.experts.empty()) {
+    RunExperts(w);
+  } else {
+    LinearOutput halves[] = {{&w.gate, Data(w.gate_bias), gate_.floats(), intermediate},
+                             {&w.up, Data(w.up_bias), up_.floats(), intermediate}};
+    Project(normed_.floats(), hidden, m, weights_.activations.gate_up, weights_.activations.layer_int8, halves,
+            {layer, &LayerWeights::gate_up_adapter});
+    times_.products += SecondsSince(clock);
+    const auto gate = gate_kind_ == Gate::kSilu ? SiluMul : GeluMul;
+    gate(gate_.floats(), intermediate, up_.floats(), intermediate, m, intermediate, gate_.floats(), intermediate,
+         executor);
+    times_.other += SecondsSince(clock);
+    LinearOutput down[] = {{&w.down, Data(w.down_bias), projected_.floats(), hidden}};
+    Project(gate_.floats(), intermediate, m, weights_.activations.other, weights_.activations.layer_int8, down,
+            {layer, &LayerWeights::down_adapter});
+    times_.products += SecondsSince(clock);
+  }
 
+  FinishHalf(w.mlp_post_norm);
   // The next layer's norm, or the model's last one, in the same pass over the residual stream.
   const Vector& next = layer + 1 < config_.num_layers ? weights_.layers[static_cast<size_t>(layer) + 1].attention_norm
                                                       : weights_.final_norm;
@@ -475,7 +550,7 @@ BackendSizes CpuBackendSizes(const ModelSource& source, const BackendOptions& op
   sizes.weights = weights.bytes;
   sizes.weight_types = weights.types;
   sizes.workspace = 2 * s.residual + s.projected + s.queries + 2 * s.keys + 2 * s.intermediate + s.cos_sin + s.logits +
-                    2 * s.attention_queries + s.linear + s.low_rank + s.added;
+                    2 * s.attention_queries + s.linear + s.low_rank + s.added + s.routed;
   sizes.available = AvailableMemory();
   return sizes;
 }

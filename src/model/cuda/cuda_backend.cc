@@ -807,7 +807,7 @@ DecodeGraph& CudaBackend::FindGraph(int32_t num_seqs, int32_t max_kv_len, const 
   made.last_used = steps_;
   const std::vector<int32_t> q_lens(static_cast<size_t>(num_seqs), 1), kv_lens(q_lens.size(), max_kv_len);
   std::vector<float> lambdas;
-  DistinctSettings distinct(made.settings, config_.num_layers);
+  DistinctSettings distinct(made.settings, config_);
   for (size_t i = 0; i < distinct.all.size(); ++i) {
     const auto first = std::ranges::find(distinct.of_layer, i);  // a layer that has them
     PlanDesc desc = PagedPlan(config_, *distinct.all[i], kv_dtype_);

@@ -181,29 +181,45 @@ HWY_INLINE V ExpOfNegative(F d, V x) {
   return hn::IfThenElseZero(keep, hn::Mul(p, hn::BitCast(d, exponent)));
 }
 
-// silu(g) = g · s with s = 1 / (1 + e^-g), through e^-|g| <= 1, which cannot overflow: for g < 0, s = e^-|g| / (1 +
-// e^-|g|).
-HWY_INLINE V SiluMulVector(F d, V g, V u) {
+// s = 1 / (1 + e^-g), through e^-|g| <= 1, which cannot overflow: for g < 0, s = e^-|g| / (1 + e^-|g|).
+HWY_INLINE V Sigmoid(F d, V g) {
   const V one = hn::Set(d, 1.0f);
   const V e = ExpOfNegative(d, hn::Neg(hn::Abs(g)));
   const V numerator = hn::IfThenElse(hn::Lt(g, hn::Zero(d)), e, one);
-  return hn::Mul(hn::Mul(g, hn::Div(numerator, hn::Add(one, e))), u);
+  return hn::Div(numerator, hn::Add(one, e));
 }
 
-void SiluMul(const float* gate, const float* up, int32_t n, float* out) {
+// out = gate · sigmoid(argument(gate)) · up.
+template <class Argument>
+HWY_INLINE void GateMul(const float* gate, const float* up, int32_t n, float* out, const Argument& argument) {
   const F d;
+  const auto vector = [&](V g, V u) { return hn::Mul(hn::Mul(g, Sigmoid(d, argument(g))), u); };
   int32_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    hn::StoreU(SiluMulVector(d, hn::LoadU(d, gate + i), hn::LoadU(d, up + i)), d, out + i);
+    hn::StoreU(vector(hn::LoadU(d, gate + i), hn::LoadU(d, up + i)), d, out + i);
   }
   if (i < n) {
     HWY_ALIGN float g[kLanes] = {}, u[kLanes] = {};
     const size_t rest = static_cast<size_t>(n - i) * 4;
     std::memcpy(g, gate + i, rest);
     std::memcpy(u, up + i, rest);
-    hn::Store(SiluMulVector(d, hn::Load(d, g), hn::Load(d, u)), d, g);
+    hn::Store(vector(hn::Load(d, g), hn::Load(d, u)), d, g);
     std::memcpy(out + i, g, rest);
   }
+}
+
+// silu(g) = g · sigmoid(g).
+void SiluMul(const float* gate, const float* up, int32_t n, float* out) {
+  GateMul(gate, up, n, out, [](V g) HWY_ATTR { return g; });
+}
+
+// GELU by tanh: g/2 · (1 + tanh(u)) with u = √(2/π) · (g + 0.044715 · g³), which is g · sigmoid(2u).
+void GeluMul(const float* gate, const float* up, int32_t n, float* out) {
+  GateMul(gate, up, n, out, [](V g) HWY_ATTR {
+    const F d;
+    const V cubic = hn::Mul(hn::Mul(hn::Set(d, 0.044715f), hn::Mul(g, g)), g);
+    return hn::Mul(hn::Set(d, 1.5957691216057308f), hn::Add(g, cubic));
+  });
 }
 
 void Rotate(const float* x, const float* cos, const float* sin, int32_t half, float* out) {
@@ -655,6 +671,7 @@ Kernels GetKernels() {
           &ScaleBy,
           &Add,
           &SiluMul,
+          &GeluMul,
           &Rotate,
           &ToF32,
           &FromF32};

@@ -1,0 +1,44 @@
+// What vocabularies of SentencePiece have that byte-level ones do not: marks for spaces, characters and single bytes as
+// tokens, and, in GGUF, scores in place of merges. Their merging itself is that of Bpe.
+#ifndef PHSA_TOKENIZER_SENTENCEPIECE_H_
+#define PHSA_TOKENIZER_SENTENCEPIECE_H_
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "tokenizer/bpe.h"
+
+namespace phsa {
+
+// How a text's spaces become marks.
+struct SpaceMarks {
+  bool on = false;
+  enum class Prefix : uint8_t { kNone, kFirst, kEach } prefix = Prefix::kNone;  // a mark before the text, or each piece
+  bool unless_there = false;                                                    // but not before a mark
+  bool strip_first = false;  // decoding leaves one space at the beginning out
+};
+
+// The text with a mark for each space, and with the prefix that a piece at `first` place or another has.
+std::string MarkSpaces(std::string_view text, const SpaceMarks& marks, bool first);
+// And back.
+std::string UnmarkSpaces(std::string_view text);
+
+// The byte that "<0x41>" stands for; -1: it is no such token.
+int ByteOfToken(std::string_view token);
+
+// Characters, bytes and what spaces may be joined to, from the tokens that merging may give; merges are there already.
+// False: some byte has no token.
+bool FillCharacters(const std::unordered_map<std::string, int32_t>& ids, std::span<const std::string> tokens,
+                    BpeModel* model);
+
+// The merges of a vocabulary that has scores: all pairs of tokens that make a token, the best one first.
+std::vector<BpeMerge> MergesFromScores(const std::unordered_map<std::string, int32_t>& ids,
+                                       std::span<const float> scores);
+
+}  // namespace phsa
+
+#endif  // PHSA_TOKENIZER_SENTENCEPIECE_H_
