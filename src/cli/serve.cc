@@ -14,6 +14,7 @@
 #include "cli/commands.h"
 #include "cli/options.h"
 #include "cli/terminal.h"
+#include "engine/answer.h"
 #include "engine/attention_choice.h"
 #include "engine/sampling_choice.h"
 #include "engine/speculation.h"
@@ -247,6 +248,7 @@ void RunServe(const ServeFlags& flags) {
   int32_t context = 0;
   for (Served& one : models) {
     std::unique_ptr<Engine> engine = OpenServed(flags, one);
+    CheckSpeculation(*engine, flags.worker.speculation);
     if (pool.memory == 0) pool.memory = engine->plan().available;
     context = std::max(context, engine->plan().context);
     specs.push_back(SpecOf(flags, one, std::move(engine), specs.empty(), worker, metrics.emplace_back(one.id)));

@@ -246,12 +246,13 @@ def test_sparse_answers_a_question_about_what_is_near(smollm2):
     assert answer["read_share"] < 0.6
 
 
-def test_representatives_take_a_sixteenth_of_the_keys(smollm2):
+@pytest.mark.parametrize("parts", [1, 4])
+def test_representatives_take_a_sixteenth_of_the_keys_for_each_part(smollm2, parts):
     # In f32 the plan's two digits tell 12 MB from twice as much.
     sizes = ("-p", 16, "-n", 0, "-r", 1, "-c", 8192, "--kv-type", "f32")
-    done = run_phsa("bench", "-m", smollm2, *sizes, "--attention", "phsa", "--json")
+    done = run_phsa("bench", "-m", smollm2, *sizes, "--attention", "phsa", "--parts", parts, "--json")
     assert done.returncode == 0
     words = done.stderr.replace(",", "").split()
     cache = float(words[words.index("cache") + 1])
     representatives = float(words[words.index("representatives") + 1])
-    assert abs(representatives - cache / 2 / 16) < 0.0055
+    assert abs(representatives - parts * cache / 2 / 16) < 0.0055
