@@ -207,11 +207,6 @@ def test_scores_of_parts_agree_between_backends() -> None:
     torch.testing.assert_close(scores[same], scores_torch[same], atol=1e-6, rtol=1e-4)
 
 
-def test_cuda_is_refused_parts_by_name() -> None:
-    q, k = torch.empty(32, 4, 128, dtype=torch.bfloat16), torch.empty(32, 2, 128, dtype=torch.bfloat16)
-    assert ops._cuda_misfit(q, k, Settings(parts=4), False) == "parts 4; allowed: 1"
-
-
 @pytest.mark.parametrize(
     ("head_dim", "heads"), [(64, (3, 3)), (80, (8, 1)), (96, (6, 2)), (128, (4, 4)), (256, (2, 1))]
 )

@@ -242,12 +242,12 @@ void RefuseWhatWeDoNotCompute(const Json& json, const JsonFields& fields) {
 }
 
 // A tensor's name taken apart: "base_model.model." + module + ".lora_A.weight".
-struct TensorName {
+struct AdapterTensorName {
   std::string module;
   bool is_a = false;
 };
 
-TensorName ParseName(const Tensor& tensor) {
+AdapterTensorName ParseName(const Tensor& tensor) {
   constexpr std::string_view kPrefix = "base_model.model.", kA = ".lora_A.weight", kB = ".lora_B.weight";
   std::string_view name = tensor.name;
   for (const auto& [part, what] : {std::pair("lora_magnitude_vector", "DoRA"),
@@ -363,7 +363,7 @@ void Adapter::ReadTensors(const Base& base) {
   };
   std::map<std::string, Pair> pairs;
   for (Tensor& tensor : ReadSafetensors(*file_)) {
-    const TensorName name = ParseName(tensor);
+    const AdapterTensorName name = ParseName(tensor);
     if (!IsKnownModule(name.module)) {
       ThrowInvalid("{}: the tensor {} changes {}; supported: {} of model.layers.N", tensor.file, Quoted(tensor.name),
                    Quoted(name.module), fmt::join(kModules, ", "));

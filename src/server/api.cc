@@ -121,6 +121,7 @@ AttentionChoice AskedAttention(const Fields& fields) {
       fields.Refuse("phsa", fmt::format(" has {}; allowed: {}", Quoted(key), fmt::join(kKeys, ", ")));
     }
   }
+  (void)own->Bool("progress", false);  // judged also where nothing is streamed
   if (const auto policy = own->String("attention")) asked.policy = *policy;
   // The ranges are judged where all settings are; these only keep the numbers in their types.
   asked.top_k = own->Int("top_k", 0, INT32_MAX);
