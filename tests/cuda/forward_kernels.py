@@ -170,7 +170,9 @@ class Forward:
             self.paged_k = torch.full((sum(pages), page_size, heads_kv, dim), nan, dtype=q.dtype, device=device)
             self.paged_v = self.paged_k.clone()
             self.paged_flags = torch.zeros((sum(pages), page_size), dtype=torch.uint8, device=device)
-            self.reps = torch.full((sum(pages), page_size // BLOCK * parts, heads_kv, dim), nan, dtype=q.dtype, device=device)
+            self.reps = torch.full(
+                (sum(pages), page_size // BLOCK * parts, heads_kv, dim), nan, dtype=q.dtype, device=device
+            )
             used = 0
             for s, n in enumerate(kv_lens):
                 for i in range(pages[s]):
