@@ -1,6 +1,7 @@
 """Times decode and backward on the GPU against scaled_dot_product_attention with cuDNN and FlashAttention, same run.
 
-Build as tests/cuda/test_decode_backward.py says, then: python3 bench/cuda/bench_decode_backward.py [--help] [decode] [backward]
+Build as tests/cuda/test_decode_backward.py says, then:
+    python3 bench/cuda/bench_decode_backward.py [--help] [decode] [backward]
 """
 
 import argparse
