@@ -198,7 +198,12 @@ void ModelPool::Serve(std::unique_lock<std::mutex>& lock) {
                                   std::chrono::duration<double>(Clock::now() - begin).count()));
       }
     }
-    first.use(loaded);
+    // Before it answers: who has the answer may ask whether it is there.
+    lock.lock();
+    entry.loaded = loaded;
+    entry.used = Clock::now();
+    lock.unlock();
+    first.use(std::move(loaded));
   } catch (const std::exception& error) {
     first.fail(std::make_exception_ptr(HttpError(
         503, fmt::format("{} cannot be loaded: {}", Quoted(Id(entry.spec.descriptions.front())), error.what()), "model",
@@ -206,7 +211,6 @@ void ModelPool::Serve(std::unique_lock<std::mutex>& lock) {
   }
   lock.lock();
   busy_ = false;
-  entry.loaded = std::move(loaded);
   entry.used = Clock::now();
 }
 
