@@ -409,12 +409,17 @@ class FakeExchange : public Exchange {
       }
       work();
     }
-    // What is posted behind the answer holds what holds this exchange: undone, it would keep both for ever.
+    Leave();
+    return response_;
+  }
+
+  // What is posted behind the answer, or when nobody waits, holds what holds this exchange: undone, it would keep both
+  // for ever.
+  void Leave() {
     std::deque<std::function<void()>> undone;
     const std::lock_guard lock(mutex_);
     gone_ = true;
     undone.swap(work_);
-    return response_;
   }
 
  private:
@@ -541,7 +546,9 @@ TEST_F(ServiceTest, DocumentsAreReadBesideEachOtherUntilTheServerStops) {
   // Nobody waits for the first one any more; the others may be more than can wait.
   std::vector<std::shared_ptr<FakeExchange>> open;
   const std::string long_text(8 << 20, 'a');
-  send("cancelled", long_text).second();
+  const auto [left, cancel] = send("cancelled", long_text);
+  cancel();
+  left->Leave();
   for (int i = 0; i < 20; ++i) open.push_back(send("open", long_text).first);
   service.Stop();
   std::map<int, int> statuses;
