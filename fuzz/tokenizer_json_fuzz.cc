@@ -28,7 +28,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       phsa::StreamDecoder stream(tokenizer);
       std::string text;
       for (const int32_t id : ids) text += stream.Next(id);
-      if (text + stream.Finish() != tokenizer.Decode(ids, true)) std::abort();
+      text += stream.Finish();
+      // A stream goes on behind other text: it keeps the first space, which some decoders leave out, and bytes that are
+      // no text may become another number of replacement characters.
+      const std::string whole = tokenizer.Decode(ids, true);
+      if (whole.find("\uFFFD") == std::string::npos && text != whole && text != " " + whole) std::abort();
     }
   } catch (const phsa::Error&) {
   }
