@@ -49,6 +49,7 @@ struct AttentionCase {
   bool flags = true;
   float scale = 0;
   int32_t window = 0;
+  std::vector<float> sinks;  // [q_head]; empty: none
   uint32_t seed = 1;
 
   int32_t num_q_heads() const { return num_kv_heads * group; }
@@ -394,6 +395,7 @@ class Session {
     params.workspace = workspace.data();
     params.workspace_size = workspace.size();
     params.executor = options_.executor;
+    if (!c.sinks.empty()) params.sinks = c.sinks.data();
     if (options_.stages) {
       if (kv.reps != nullptr) plan.Represent(kv, options_.executor);
       plan.Select(params);

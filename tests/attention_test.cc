@@ -241,8 +241,9 @@ void ExpectAgreesWithReference(const AttentionCase& c, const AttentionData& data
 
           const std::vector<int32_t> tokens = reference::Tokens(method, chosen, position);
           for (int32_t h = first; h < first + choosing; ++h) {
-            const reference::Attention expected = reference::Attend(method, q_all.Row(h), k, v, tokens);
-            const reference::Attention sizes = reference::Attend(method, q_all.Row(h), k, v_absolute, tokens);
+            const float* const sink = c.sinks.empty() ? nullptr : &c.sinks[Index(h)];
+            const reference::Attention expected = reference::Attend(method, q_all.Row(h), k, v, tokens, sink);
+            const reference::Attention sizes = reference::Attend(method, q_all.Row(h), k, v_absolute, tokens, sink);
             Matrix q(1, c.head_dim);
             std::copy_n(q_all.Row(h).begin(), q.data.size(), q.data.begin());
             const double weights = RelativeError(method, q, largest_key);
@@ -422,6 +423,49 @@ TEST_F(Attention, AWindowIsReadToItsFirstTokenInAnyChunks) {
     });
     if (HasFailure()) return;
   }
+}
+
+TEST_F(Attention, SinksWeakenWhatIsReadAndChangeNoChoiceInAnyChunks) {
+  Random random(43);
+  int64_t choices = 0;
+  for (int n = 0; n < 40; ++n) {
+    AttentionCase c = RandomCase(&random, {.work = 2'000'000, .self_attention = true});
+    if (n % 3 == 0) {
+      SetPolicy(&c, Policy::kDense);
+      c.window = OneOf(&random, {1, 16, 100, 129});
+    }
+    const AttentionData data = MakeData(c);
+    const std::vector<std::vector<int32_t>> chosen_without = RunCase(c, data).selection;
+    // From sinks that take nothing to those that take nearly all, and more than f32's exponentials hold.
+    for (int32_t h = 0; h < c.num_q_heads(); ++h) {
+      c.sinks.push_back(OneOf(&random, {-HUGE_VALF, -200.0f, -3.0f, 0.0f, 0.5f, 2.0f, 9.0f, 300.0f, 1e5f}));
+    }
+    SCOPED_TRACE(fmt::format("case {}: window {} {}", n, c.window, Describe(c)));
+    ForEachTarget([&] {
+      const AttentionResult whole = RunCase(c, data);
+      ExpectAgreesWithReference(c, data, whole);
+      for (const int32_t chunk : {1, 7, 512}) {
+        SCOPED_TRACE(fmt::format("chunks of {}", chunk));
+        EXPECT_SAME_RESULT(whole, RunInChunks(c, data, chunk, {}));
+      }
+    });
+    EXPECT_EQ(RunCase(c, data).selection, chosen_without);
+    if (HasFailure()) return;
+    choices += QueriesWithAChoice(c);
+  }
+  EXPECT_GT(choices, 100);
+}
+
+TEST_F(Attention, ASinkOfNoWeightChangesNoBit) {
+  Random random(44);
+  AttentionCase c = RandomCase(&random, {.work = 3'000'000, .self_attention = true});
+  const AttentionData data = MakeData(c);
+  ForEachTarget([&] {
+    c.sinks.clear();
+    const AttentionResult without = RunCase(c, data);
+    c.sinks.assign(Index(c.num_q_heads()), -HUGE_VALF);
+    EXPECT_SAME_RESULT(without, RunCase(c, data));
+  });
 }
 
 TEST(Window, ReadsItsTokensAndTakesNothingButDenseForward) {

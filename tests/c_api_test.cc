@@ -493,6 +493,28 @@ TEST(CApi, SettingsOfAnOlderHeaderHaveOnePartAndAreNotWrittenBeyondTheirEnd) {
   EXPECT_NE(text.find("\"parts\":1"), std::string::npos) << text;
 }
 
+TEST(CApi, ParametersOfAnOlderHeaderHaveNoSinks) {
+  Problem problem;
+  problem.Fill();
+  ASSERT_EQ(phsa_forward(problem.plan, &problem.forward), PHSA_OK) << phsa_last_error();
+  const std::vector<float> out = problem.out, lse = problem.lse;
+  const float sinks[] = {0.5f, -1, 2, 0};
+  problem.forward.sinks = sinks;
+  for (const size_t older : {offsetof(phsa_forward_params, stream), offsetof(phsa_forward_params, sinks)}) {
+    problem.forward.struct_size = static_cast<uint32_t>(older);
+    ASSERT_EQ(phsa_forward(problem.plan, &problem.forward), PHSA_OK) << phsa_last_error();
+    EXPECT_EQ(problem.out, out);
+  }
+  problem.forward.struct_size = sizeof(problem.forward);
+  ASSERT_EQ(phsa_forward(problem.plan, &problem.forward), PHSA_OK) << phsa_last_error();
+  for (size_t i = 0; i < out.size(); ++i) {
+    const size_t row = i / 64;
+    const float share = 1 / (1 + std::exp(sinks[row % 4] - lse[row]));
+    ASSERT_NEAR(problem.out[i], out[i] * share, 1e-5) << i;
+    ASSERT_NEAR(problem.lse[row], lse[row] - std::log(share), 1e-5) << i;
+  }
+}
+
 TEST(CApi, SettingsGoThroughJsonAndBack) {
   phsa_settings settings = Init<phsa_settings>();
   const char* json = R"({"top_k": 4, "layers": {"3": {"attention": "dense"}}})";

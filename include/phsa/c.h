@@ -186,7 +186,7 @@ typedef struct phsa_forward_params {
   phsa_kv kv;
   void* out; /* [query][q_head][head_dim] */
   int64_t out_token_stride, out_head_stride;
-  float* lse;              /* [query][q_head], natural logarithm; NULL: not wanted */
+  float* lse;              /* [query][q_head], natural logarithm of what out was divided by; NULL: not wanted */
   int32_t* selection;      /* written by forward and select, read by attend and backward; NULL: not wanted (forward) */
   float* selection_scores; /* [query][selection_heads][selection_slots], 0 beyond the last; NULL: not wanted */
   void* workspace;
@@ -194,6 +194,9 @@ typedef struct phsa_forward_params {
   phsa_executor executor; /* not used by plans for CUDA */
   /* Newer than what is above; a caller with an older header says so by its struct_size. */
   void* stream; /* cudaStream_t, in plans for CUDA; NULL: the default stream */
+  /* Attention sinks: for each head the score of one more key, whose value is zero. They weaken what is read and are
+   * part of lse; blocks are chosen without them. On the CPU; phsa_backward does not take what was made with them. */
+  const float* sinks; /* [q_head], in host memory; NULL: none */
 } phsa_forward_params;
 
 typedef struct phsa_backward_params {

@@ -79,15 +79,18 @@ void Write(const Settings& settings, phsa_settings* out) {
   std::memcpy(out, &c, size);
 }
 
-// The parameters of a stage; `stream` is their first newer member.
-template <class T>
-T WidenedParams(const T* params, const char* where) {
+// The parameters of a stage, whose structs grew.
+phsa_forward_params WidenedParams(const phsa_forward_params* params, const char* where) {
   if (params == nullptr) ThrowInvalid("{}: params is null", where);
-  return Widened(*params, offsetof(T, stream), where);
+  return Widened(*params, {offsetof(phsa_forward_params, stream), offsetof(phsa_forward_params, sinks)}, where);
+}
+phsa_backward_params WidenedParams(const phsa_backward_params* params, const char* where) {
+  if (params == nullptr) ThrowInvalid("{}: params is null", where);
+  return Widened(*params, {offsetof(phsa_backward_params, stream)}, where);
 }
 
 PlanDesc FromC(const phsa_plan_desc& given) {
-  const phsa_plan_desc c = Widened(given, offsetof(phsa_plan_desc, device), "plan");
+  const phsa_plan_desc c = Widened(given, {offsetof(phsa_plan_desc, device)}, "plan");
   PlanDesc desc;
   const phsa_settings& settings = Given(c.settings, "plan: settings");
   desc.settings = Settings::FromC(settings);

@@ -189,6 +189,9 @@ void CheckForward(const PlanImpl& plan, const ForwardParams& params, const char*
   if (needs != Needs::kKeys && params.q == nullptr) ThrowInvalid("{}: q is null", where);
   if (needs == Needs::kAll && params.out == nullptr) ThrowInvalid("{}: out is null", where);
   CheckWorkspace(params.workspace, params.workspace_size, plan.workspace_size, where);
+  if (needs == Needs::kAll && params.sinks != nullptr && plan.device != PHSA_DEVICE_CPU) {
+    Throw(PHSA_UNSUPPORTED, "{}: sinks are given; the CUDA kernels have none", where);
+  }
 }
 
 }  // namespace

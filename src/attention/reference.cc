@@ -280,11 +280,12 @@ std::vector<int32_t> SepllmTokens(const Method& method, std::span<const uint8_t>
 }
 
 Attention Attend(const Method& method, std::span<const double> q, const Matrix& k, const Matrix& v,
-                 std::span<const int32_t> tokens) {
+                 std::span<const int32_t> tokens, const float* sink) {
   std::vector<double> s;
   for (const int32_t i : tokens) s.push_back(Dot(q, k.Row(i)) * method.scale);
-  const double largest = *std::max_element(s.begin(), s.end());
-  double sum = 0;
+  double largest = *std::max_element(s.begin(), s.end());
+  if (sink != nullptr) largest = std::max(largest, double{*sink});
+  double sum = sink != nullptr ? std::exp(*sink - largest) : 0;
   Attention result;
   result.out.assign(static_cast<size_t>(v.cols), 0);
   for (size_t n = 0; n < tokens.size(); ++n) {

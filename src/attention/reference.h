@@ -97,9 +97,10 @@ struct Attention {
   double lse = 0;           // natural logarithm
 };
 
-// attend: softmax attention of one query head over the given tokens. q: [head_dim]; k, v: [tokens][head_dim].
+// attend: softmax attention of one query head over the given tokens. q: [head_dim]; k, v: [tokens][head_dim]. sink: the
+// score of one more key, whose value is zero; null: there is none.
 Attention Attend(const Method& method, std::span<const double> q, const Matrix& k, const Matrix& v,
-                 std::span<const int32_t> tokens);
+                 std::span<const int32_t> tokens, const float* sink = nullptr);
 
 // The gradients of Attend, the tokens taken as a constant. d_q, row of one query head, is overwritten; what belongs to
 // the keys and values is added to d_k and d_v, which all queries and the heads of a group share.

@@ -172,7 +172,8 @@ void Attend(const PlanImpl& plan, const ForwardParams& params) {
           const Matrix q = LoadHeads(plan, params.q, params.q_token_stride, params.q_head_stride, query, h, 1);
           const std::vector<int32_t> tokens =
               reference::Tokens(method, Chosen(plan, params.selection, query, h), position);
-          const reference::Attention result = reference::Attend(method, q.Row(0), k, v, tokens);
+          const float* const sink = params.sinks != nullptr ? params.sinks + h : nullptr;
+          const reference::Attention result = reference::Attend(method, q.Row(0), k, v, tokens, sink);
           StoreRow(plan.dtype, result.out, params.out, query * params.out_token_stride + h * params.out_head_stride);
           if (params.lse != nullptr) params.lse[query * plan.num_q_heads + h] = static_cast<float>(result.lse);
         }

@@ -304,7 +304,7 @@ Settings Settings::Preset(int64_t context_tokens) {
 
 // head_lambda has no length here: phsa_plan_create, which knows the number of KV heads, copies it.
 Settings Settings::FromC(const phsa_settings& given) {
-  const phsa_settings c = Widened(given, offsetof(phsa_settings, parts), "settings");
+  const phsa_settings c = Widened(given, {offsetof(phsa_settings, parts)}, "settings");
   if (c.policy < PHSA_POLICY_DENSE || c.policy > PHSA_POLICY_SEPLLM) {
     ThrowInvalid("settings: policy is {}; allowed: {} to {} ({})", c.policy, static_cast<int>(PHSA_POLICY_DENSE),
                  static_cast<int>(PHSA_POLICY_SEPLLM), kPolicyNames);

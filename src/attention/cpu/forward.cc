@@ -327,15 +327,30 @@ class TileAttention {
     const ForwardParams& params = call_.params;
     for (int32_t r = 0; r < rows_; ++r) {
       float* const values = s_.total.values + int64_t{r} * plan_.head_dim;
-      const float sum = s_.total.sum[r];
+      const auto [sum, lse] = Denominator(r);
       call_.kernels.scale(values, plan_.head_dim, 1.0f / sum);
       call_.kernels.from_f32(
           values, plan_.dtype, plan_.head_dim,
           At(params.out, plan_.dtype, QueryOffset(r, params.out_token_stride, params.out_head_stride)));
-      if (params.lse != nullptr) {
-        params.lse[QueryOffset(r, plan_.num_q_heads, 1)] = s_.total.max[r] * plan_.scale + std::log(sum);
-      }
+      if (params.lse != nullptr) params.lse[QueryOffset(r, plan_.num_q_heads, 1)] = lse;
     }
+  }
+
+  // What a row's values are divided by, and the logarithm of all its softmax adds up.
+  struct Division {
+    float sum, lse;
+  };
+  Division Denominator(int32_t row) const {
+    const float largest = s_.total.max[row] * plan_.scale, sum = s_.total.sum[row];
+    if (call_.params.sinks == nullptr) return {sum, largest + std::log(sum)};
+    // A sink is one more key, without a value; it joins when all else has, so that no cut of the keys changes a bit.
+    const float sink = call_.params.sinks[int64_t{tile_.kv_head} * plan_.group + row % plan_.group];
+    if (sink <= largest) {
+      const float with = sum + std::exp(sink - largest);
+      return {with, largest + std::log(with)};
+    }
+    const float beside = 1 + sum * std::exp(largest - sink);  // beside the sink's own 1
+    return {beside * std::exp(sink - largest), sink + std::log(beside)};
   }
 
   const Call& call_;
