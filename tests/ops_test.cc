@@ -489,6 +489,30 @@ TEST_F(Ops, RmsNormEqualsItsFormulaAlsoInPlaceAndAfterAnAddition) {
   });
 }
 
+TEST_F(Ops, ClampedSwigluEqualsItsFormulaForAllMagnitudes) {
+  constexpr float kAlpha = 1.702f, kLimit = 7;
+  ForEachTarget([&] {
+    for (const int32_t dim : kDims) {
+      for (const float size : {0.01f, 1.0f, 5.0f, 1000.0f}) {
+        const std::vector<float> gate = RandomFloats(static_cast<size_t>(dim), 115, size);
+        const std::vector<float> up = RandomFloats(static_cast<size_t>(dim), 116, size);
+        std::vector<float> out(static_cast<size_t>(dim)), in_place = gate;
+        ClampedSwiglu(gate.data(), dim, up.data(), dim, 1, dim, kAlpha, kLimit, out.data(), dim, {});
+        ClampedSwiglu(in_place.data(), dim, up.data(), dim, 1, dim, kAlpha, kLimit, in_place.data(), dim, {});
+        EXPECT_EQ(in_place, out);
+        for (size_t i = 0; i < out.size(); ++i) {
+          const double g = std::min(gate[i], kLimit), u = std::clamp(up[i], -kLimit, kLimit);
+          const double expected = g / (1 + std::exp(-double{kAlpha} * g)) * (u + 1);
+          ASSERT_NEAR(out[i], expected,
+                      1e-6 * (1 + std::fabs(g)) * std::fabs(expected) +
+                          1e-6 * std::fabs(g / (1 + std::exp(-double{kAlpha} * g))) + 1e-33)
+              << gate[i];
+        }
+      }
+    }
+  });
+}
+
 TEST_F(Ops, GeluMulEqualsItsFormulaForAllMagnitudes) {
   ForEachTarget([&] {
     for (const int32_t dim : kDims) {

@@ -576,8 +576,6 @@ def test_models_that_would_be_wrong_are_refused() -> None:
     refused(r"attn_logit_softcapping = 50.*; models without a cap work", gemma, transformers.Gemma2ForCausalLM)
     gemma = transformers.Gemma2Config(**values, layer_types=["full_attention"])
     refused("caps its attention", gemma, transformers.Gemma2ForCausalLM)
-    sinks = transformers.GptOssConfig(**values, layer_types=["full_attention"], num_local_experts=2)
-    refused("attention sinks", sinks, transformers.GptOssForCausalLM)
     bert = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=64
     )
@@ -594,6 +592,35 @@ def test_models_that_would_be_wrong_are_refused() -> None:
         phsa.hf.enable(make_model(enabled=False, is_causal=False), punctuation="none")
     with pytest.raises(TypeError, match="not a model of transformers"):
         phsa.hf.enable(torch.nn.Linear(2, 2))
+
+
+def test_attention_sinks_weaken_what_is_read() -> None:
+    config = transformers.GptOssConfig(
+        **TINY,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=20,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+    )
+    torch.manual_seed(3)
+    model = transformers.GptOssForCausalLM(config).eval()
+    ids = tokens(2, 200)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.copy_(torch.randn_like(layer.self_attn.sinks) + 1)
+        dense = model(ids).logits
+        phsa.hf.enable(model, **{**SMALL, "top_k": 100})
+        torch.testing.assert_close(model(ids).logits, dense, rtol=1e-4, atol=1e-4)
+        phsa.hf.enable(model, **SMALL)
+        whole = model(ids).logits
+        assert (whole - dense).abs().max() > 1e-3
+        cache = DynamicCache(config=model.config)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([150, 1, 49], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match="attention sinks .* static caches"):
+            model.generate(ids, max_new_tokens=2, cache_implementation="static")
+    with pytest.raises(ValueError, match="attention sinks .* gradients"):
+        model(ids)
 
 
 def test_a_model_that_computes_something_else_is_found_out() -> None:
@@ -618,7 +645,6 @@ def test_a_model_that_computes_something_else_is_found_out() -> None:
         ({"attention_mask": torch.zeros(1, 1, 40, 40)}, "not 2-D"),
         ({"attention_mask": torch.ones(1, 30)}, "need \\(1, 40\\)"),
         ({"softcap": 30.0}, "caps its attention scores"),
-        ({"s_aux": torch.zeros(4)}, "attention sinks"),
         ({"is_causal": False}, "not causal"),
         ({"past_key_values": "quantized"}, "QuantizedCache; allowed: DynamicCache"),
         ({"past_key_values": "foreign"}, "filled while phsa was off"),

@@ -7,8 +7,8 @@ namespace phsa {
 namespace {
 
 // Of several that GGUF calls the same, the first reads its files.
-constexpr const Architecture* kAll[] = {&kLlama,   &kMistral, &kMinistral, &kQwen2, &kQwen3,   &kQwen3Moe,
-                                        &kSmolLm3, &kGemma3,  &kPhi3,      &kGlm4,  &kGranite, &kMiniCpm};
+constexpr const Architecture* kAll[] = {&kLlama,  &kMistral, &kMinistral, &kQwen2,   &kQwen3,   &kQwen3Moe, &kSmolLm3,
+                                        &kGemma3, &kPhi3,    &kGlm4,      &kGranite, &kMiniCpm, &kGptOss};
 
 }  // namespace
 
@@ -29,6 +29,21 @@ std::string ArchitectureNames(std::string_view Architecture::*name) {
     if (!one.empty() && std::find(names.begin(), names.end(), one) == names.end()) names.push_back(one);
   }
   return fmt::format("{}", fmt::join(names, ", "));
+}
+
+void ReadExperts(const ConfigKeys& keys, const char* width, ModelConfig* config) {
+  constexpr int64_t kMaxExperts = 4096;
+  const auto required = [&](const char* hugging_face, const char* gguf, int64_t high) {
+    const std::optional<int32_t> value = keys.Int(hugging_face, gguf, 1, high);
+    if (!value) ThrowInvalid("{} is missing", keys.Where(hugging_face, gguf));
+    return *value;
+  };
+  config->num_experts = keys.Int("num_local_experts", "", 1, kMaxExperts).value_or(0);
+  if (config->num_experts == 0) config->num_experts = required("num_experts", "expert_count", kMaxExperts);
+  config->experts_per_token = required("num_experts_per_tok", "expert_used_count", config->num_experts);
+  config->expert_width = required(width, "expert_feed_forward_length", kMaxWidth);
+  config->layers.resize(static_cast<size_t>(config->num_layers));
+  for (LayerTraits& layer : config->layers) layer.experts = true;
 }
 
 void ReadQwenWindows(const ConfigKeys& keys, ModelConfig* config) {

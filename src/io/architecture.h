@@ -17,7 +17,7 @@ namespace phsa {
 
 enum class Presence : uint8_t { kAbsent, kOptional, kRequired };
 
-enum class Gate : uint8_t { kSilu, kGeluTanh };
+enum class Gate : uint8_t { kSilu, kGeluTanh, kClampedSwiglu };
 
 // A tensor's name in both kinds of files, after "model.layers.N." and "blk.N."; empty: there is none.
 struct TensorName {
@@ -43,11 +43,17 @@ struct LayerNames {
   TensorName qkv = {}, gate_up = {};
   // Experts: in Hugging Face's files one tensor each, at "mlp.experts.E.…", in GGUF one for all.
   TensorName router = {}, expert_gate = {}, expert_up = {}, expert_down = {};
+  // Where there is this name, Hugging Face's files have one tensor for all experts too, gate and up in one, and no
+  // ".weight" behind it: [expert][hidden][2 · width], gates and ups by turns, and down as [expert][width][hidden]; or
+  // both in MXFP4 and the other way round, as "…_blocks" and "…_scales". Their biases end in "_bias".
+  TensorName expert_gate_up = {};
+  // A score for each query head that joins its softmax; without ".weight" in Hugging Face's files.
+  TensorName sinks = {};
 
   std::vector<TensorName> All() const {
-    return {attention_norm, q,         k,          v,    q_norm,        k_norm, o,       attention_post_norm,
-            mlp_norm,       gate,      up,         down, mlp_post_norm, qkv,    gate_up, router,
-            expert_gate,    expert_up, expert_down};
+    return {attention_norm, q,         k,           v,    q_norm,        k_norm, o,       attention_post_norm,
+            mlp_norm,       gate,      up,          down, mlp_post_norm, qkv,    gate_up, router,
+            expert_gate,    expert_up, expert_down, sinks};
   }
 };
 
@@ -75,6 +81,7 @@ struct Architecture {
   LayerNames names;
   Presence qkv_bias = Presence::kAbsent, output_bias = Presence::kAbsent, mlp_bias = Presence::kAbsent;
   Presence qk_norm = Presence::kAbsent;
+  Presence expert_bias = Presence::kAbsent;  // of the router, and of the experts' gate, up and down
   Gate gate = Gate::kSilu;
   bool gguf_interleaves_rope_rows = false;  // ModelConfig::interleaved_rope_rows, in GGUF files alone
   bool interleaved_rope = false;            // and in both: the model turns neighbours
@@ -101,12 +108,15 @@ void SetWindows(ModelConfig* config, int32_t window, const Windowed& windowed) {
     config->layers[static_cast<size_t>(i)].window = windowed(i) ? window : 0;
   }
 }
+// How many experts, how many a token takes, and their width, by the key of config.json that it has; all layers have
+// them.
+void ReadExperts(const ConfigKeys& keys, const char* width, ModelConfig* config);
 // Qwen's keys, and who has them from there: use_sliding_window, sliding_window, and the first layer with a window.
 void ReadQwenWindows(const ConfigKeys& keys, ModelConfig* config);
 
 // One file each, in architectures/.
 extern const Architecture kLlama, kQwen2, kQwen3, kMistral, kMinistral, kSmolLm3, kGemma3, kQwen3Moe, kPhi3, kGlm4,
-    kGranite, kMiniCpm;
+    kGranite, kMiniCpm, kGptOss;
 
 }  // namespace phsa
 

@@ -21,6 +21,14 @@ std::string Translate(const Architecture& architecture, std::string_view name, s
   const std::string_view rest = name.substr((kLayerPrefix.*from).size());
   const size_t first_dot = rest.find('.');
   const size_t last_dot = rest.rfind('.');
+  const TensorName& sinks = architecture.names.sinks;
+  if (first_dot != std::string_view::npos && !sinks.gguf.empty()) {
+    const std::string sinks_gguf = fmt::format("{}.weight", sinks.gguf);
+    const TensorName whole = {sinks.hugging_face, sinks_gguf};
+    if (rest.substr(first_dot + 1) == whole.*from) {
+      return fmt::format("{}{}.{}", kLayerPrefix.*to, rest.substr(0, first_dot), whole.*to);
+    }
+  }
   if (first_dot == std::string_view::npos || last_dot <= first_dot) return std::string(name);
   const std::string_view layer = rest.substr(0, first_dot);
   const std::string_view part = rest.substr(first_dot + 1, last_dot - first_dot - 1);

@@ -175,12 +175,14 @@ void ReadRope(const JsonFields& fields, float default_base, bool partial_rotary,
   scaling.truncate = rope->Bool("truncate").value_or(true);
 }
 
-void RefuseWhatWeDoNotCompute(const JsonFields& fields, Gate gate) {
-  const char* const wanted = gate == Gate::kSilu ? "silu" : "gelu_pytorch_tanh";
+void RefuseWhatWeDoNotCompute(const JsonFields& fields, const Architecture& architecture) {
+  const char* const wanted = architecture.gate == Gate::kGeluTanh ? "gelu_pytorch_tanh" : "silu";
   const char* const key = fields.Find("hidden_activation") != nullptr ? "hidden_activation" : "hidden_act";
   const std::string activation = fields.String(key).value_or(wanted);
   if (activation != wanted) ThrowInvalid("{} is {}; allowed: {}", fields.Where(key), Quoted(activation), wanted);
   if (const std::optional<JsonFields> quantization = fields.Object("quantization_config")) {
+    const bool experts = !architecture.names.expert_gate_up.hugging_face.empty();
+    if (experts && quantization->String("quant_method") == "mxfp4") return;
     ThrowInvalid("{} is {}; allowed: weights in F32, F16 or BF16, or a GGUF file", quantization->Where("quant_method"),
                  Quoted(quantization->String("quant_method").value_or("")));
   }
@@ -339,7 +341,7 @@ ModelConfig ReadHfConfig(const Json& json, const std::string& path) {
   const Architecture& architecture = ReadArchitecture(fields);
   config.architecture = architecture.name;
   config.interleaved_rope_rows = architecture.interleaved_rope;
-  RefuseWhatWeDoNotCompute(fields, architecture.gate);
+  RefuseWhatWeDoNotCompute(fields, architecture);
   config.num_layers = fields.RequiredInt("num_hidden_layers", 1, kMaxLayers);
   config.hidden = fields.RequiredInt("hidden_size", 1, kMaxWidth);
   config.intermediate = fields.RequiredInt("intermediate_size", 1, kMaxWidth);

@@ -110,7 +110,7 @@ class HfSource final : public ModelSource {
   void OpenShard(const fs::path& path) {
     Shard shard;
     shard.file = std::make_unique<MappedFile>(path);
-    shard.tensors = ReadSafetensors(*shard.file);
+    shard.tensors = ReadSafetensors(*shard.file, true);
     file_bytes_ += shard.file->size();
     shards_.push_back(std::move(shard));
   }
@@ -131,7 +131,46 @@ class HfSource final : public ModelSource {
     } else {
       ThrowInvalid("{}: has neither model.safetensors nor model.safetensors.index.json: fetch the weights", path_);
     }
+    JoinMxfp4();
     format_ = fmt::format("Hugging Face, {} safetensors file{}", shards_.size(), shards_.size() == 1 ? "" : "s");
+  }
+
+  // "x_blocks" [rows …][blocks][16] and "x_scales" [rows …][blocks] become "x" [rows …][32 · blocks]. Bytes that are
+  // nothing of the kind are refused: nobody knows what they mean.
+  void JoinMxfp4() {
+    constexpr std::string_view kBlocks = "_blocks", kScales = "_scales";
+    constexpr int64_t kBlockElements = 32, kBlockBytes = 16;
+    std::vector<std::string> names;
+    for (const auto& [name, tensor] : by_name_) {
+      if (tensor->type == TensorType::kU8 && name.ends_with(kBlocks)) names.push_back(name);
+    }
+    for (const std::string& name : names) {
+      const std::string whole = name.substr(0, name.size() - kBlocks.size());
+      const Tensor& blocks = *Find(name);
+      const Tensor* const scales = Find(whole + std::string(kScales));
+      if (scales == nullptr || scales->type != TensorType::kU8) continue;
+      std::vector<int64_t> shape = scales->shape;
+      shape.push_back(kBlockBytes);
+      if (blocks.shape != shape || scales->shape.empty()) {
+        ThrowInvalid("{}: the tensor {} has the shape [{}], its scales [{}]; allowed: 16 bytes for each scale",
+                     blocks.file, Quoted(name), fmt::join(blocks.shape, ", "), fmt::join(scales->shape, ", "));
+      }
+      auto joined = std::make_unique<Tensor>(blocks);
+      joined->name = whole;
+      joined->type = TensorType::kMxfp4;
+      joined->shape = scales->shape;
+      joined->shape.back() *= kBlockElements;
+      joined->scales = scales->data;
+      by_name_.emplace(whole, joined.get());
+      by_name_.erase(name);
+      by_name_.erase(whole + std::string(kScales));
+      joined_.push_back(std::move(joined));
+    }
+    for (const auto& [name, tensor] : by_name_) {
+      if (tensor->type != TensorType::kU8) continue;
+      ThrowInvalid("{}: the tensor {} has the dtype \"U8\"; allowed: F32, F16, BF16, and MXFP4 as _blocks and _scales",
+                   tensor->file, Quoted(name));
+    }
   }
 
   // The index says in which file each tensor is.
@@ -219,6 +258,7 @@ class HfSource final : public ModelSource {
   Json config_json_;
   std::vector<Shard> shards_;
   std::map<std::string, const Tensor*, std::less<>> by_name_;
+  std::vector<std::unique_ptr<const Tensor>> joined_;  // of MXFP4, that lie in two tensors each
 };
 
 }  // namespace

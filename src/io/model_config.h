@@ -37,7 +37,8 @@ struct ModelConfig {
   int32_t rotary_dim = 0;  // the first dimensions of a head, which RoPE turns; 0: all
   // Of the layers with experts: how many, how many a token takes, and how wide one is.
   int32_t num_experts = 0, experts_per_token = 0, expert_width = 0;
-  bool normalized_experts = true;  // the weights of those that a token takes add up to 1
+  bool normalized_experts = true;                 // the weights of those that a token takes add up to 1
+  float swiglu_alpha = 1.702f, swiglu_limit = 7;  // of Gate::kClampedSwiglu
   float rms_eps = 1e-6f;
   float rope_base = 10000;
   RopeScaling rope_scaling;

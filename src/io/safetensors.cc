@@ -24,7 +24,8 @@ constexpr size_t kMaxDimensions = 8;
 //   {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …, "__metadata__": {"format": "pt"}}
 class HeaderReader final : public nlohmann::json_sax<Json> {
  public:
-  HeaderReader(const MappedFile& file, size_t data_start) : file_(file), data_start_(data_start) {}
+  HeaderReader(const MappedFile& file, size_t data_start, bool bytes)
+      : file_(file), data_start_(data_start), bytes_(bytes) {}
 
   std::vector<Tensor> Take() { return std::move(tensors_); }
 
@@ -96,6 +97,8 @@ class HeaderReader final : public nlohmann::json_sax<Json> {
       dtype_ = TensorType::kF16;
     } else if (value == "BF16") {
       dtype_ = TensorType::kBf16;
+    } else if (value == "U8" && bytes_) {
+      dtype_ = TensorType::kU8;
     } else {
       ThrowInvalid("{}: the tensor {} has the dtype {}; allowed: F32, F16, BF16", file_.path(), Quoted(name_),
                    Quoted(value));
@@ -159,6 +162,7 @@ class HeaderReader final : public nlohmann::json_sax<Json> {
 
   const MappedFile& file_;
   const size_t data_start_;
+  const bool bytes_;
   int depth_ = 0;  // 1: among the tensors, 2: among one's fields
   bool metadata_ = false, in_list_ = false, has_shape_ = false;
   std::string name_, field_;
@@ -170,7 +174,7 @@ class HeaderReader final : public nlohmann::json_sax<Json> {
 
 }  // namespace
 
-std::vector<Tensor> ReadSafetensors(const MappedFile& file) {
+std::vector<Tensor> ReadSafetensors(const MappedFile& file, bool bytes) {
   const std::string& path = file.path();
   if (file.size() == 0) ThrowInvalid("{}: is empty (0 bytes): fetch it again", path);
   const std::string_view text(reinterpret_cast<const char*>(file.data()), file.size());
@@ -195,7 +199,7 @@ std::vector<Tensor> ReadSafetensors(const MappedFile& file) {
                  kLengthBytes, Quoted(header.substr(0, 4)));
   }
 
-  HeaderReader reader(file, kLengthBytes + header_bytes);
+  HeaderReader reader(file, kLengthBytes + header_bytes, bytes);
   Json::sax_parse(header.begin(), header.end(), &reader);
   std::vector<Tensor> tensors = reader.Take();
   std::sort(tensors.begin(), tensors.end(),

@@ -10,8 +10,8 @@
 namespace phsa {
 
 // The tensors in the order of the data. Checks the header and that each tensor has the size that its shape says and
-// lies in the file, alone. They point into `file`.
-std::vector<Tensor> ReadSafetensors(const MappedFile& file);
+// lies in the file, alone. They point into `file`. bytes: tensors of type U8 may be there.
+std::vector<Tensor> ReadSafetensors(const MappedFile& file, bool bytes = false);
 
 }  // namespace phsa
 

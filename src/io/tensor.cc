@@ -37,6 +37,7 @@ constexpr TypeTraits kTraits[kTensorTypes] = {
     {"iq4_nl", kSmall, 2 + 16},
     {"iq4_xs", kSuper, 2 + 2 + 4 + 128},
     {"mxfp4", kSmall, 1 + 16},
+    {"u8", 1, 1},
 };
 
 const TypeTraits& Traits(TensorType type) {
@@ -280,6 +281,7 @@ void DequantizeBlock(TensorType type, const uint8_t* block, float* out) {
     case TensorType::kQ4_K: return DequantizeQ4K(block, out);
     case TensorType::kQ5_K: return DequantizeQ5K(block, out);
     case TensorType::kQ6_K: return DequantizeQ6K(block, out);
+    case TensorType::kU8:
     case TensorType::kF32:
     case TensorType::kF16:
     case TensorType::kBf16: break;
@@ -308,6 +310,26 @@ void Dequantize(TensorType type, const uint8_t* data, int64_t count, float* out)
     DequantizeBlock(type, data, out + i);
     data += traits.block_bytes;
   }
+}
+
+const uint8_t* Blocks(const Tensor& tensor, int64_t first, int64_t count, std::vector<uint8_t>& scratch) {
+  const TypeTraits& traits = Traits(tensor.type);
+  PHSA_CHECK(first % traits.block_elements == 0 && count % traits.block_elements == 0);
+  const int64_t first_block = first / traits.block_elements, blocks = count / traits.block_elements;
+  const auto block_bytes = static_cast<int64_t>(traits.block_bytes);
+  if (tensor.scales == nullptr) return tensor.data + first_block * block_bytes;
+  constexpr int kHalf = kSmall / 2;
+  scratch.resize(static_cast<size_t>(blocks * block_bytes));
+  uint8_t* out = scratch.data();
+  for (int64_t block = first_block; block < first_block + blocks; ++block, out += block_bytes) {
+    const uint8_t* const pairs = tensor.data + block * kHalf;
+    out[0] = tensor.scales[block];
+    for (int i = 0; i < kHalf; ++i) {
+      const int low = pairs[i / 2] >> (4 * (i % 2)) & 15, high = pairs[kHalf / 2 + i / 2] >> (4 * (i % 2)) & 15;
+      out[1 + i] = static_cast<uint8_t>(low | high << 4);
+    }
+  }
+  return scratch.data();
 }
 
 bool UnpackInt4(TensorType type, const uint8_t* data, int64_t count, uint8_t* codes, float* scales, float* mins) {

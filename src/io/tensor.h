@@ -25,9 +25,10 @@ enum class TensorType : uint8_t {
   kQ3_K,
   kIq4Nl,
   kIq4Xs,
-  kMxfp4
+  kMxfp4,
+  kU8  // bytes that a safetensors file gives no meaning
 };
-inline constexpr int kTensorTypes = 16;
+inline constexpr int kTensorTypes = 17;
 
 const char* TensorTypeName(TensorType type);       // "f32" … "mxfp4"
 int32_t TensorTypeBlockElements(TensorType type);  // 1, 32 or 256
@@ -39,10 +40,17 @@ struct Tensor {
   TensorType type = TensorType::kF32;
   std::vector<int64_t> shape;  // outermost first: a matrix is [rows, cols]; cols is a whole number of the type's blocks
   const uint8_t* data = nullptr;  // at any address: a file aligns nothing
+  // Of MXFP4 in safetensors, [shape without its last, blocks of a row]: a byte for each block; `data` then has the 16
+  // bytes of a block each, with elements 2i and 2i + 1 in byte i. Null: everything else, whose blocks lie whole.
+  const uint8_t* scales = nullptr;
   size_t bytes = 0;
   uint64_t file_offset = 0;  // for messages
   const char* file = "";     // path, for messages
 };
+
+// `count` elements of a tensor from element `first` on, both whole numbers of blocks, as blocks of its type: where they
+// lie, or put together in `scratch`.
+const uint8_t* Blocks(const Tensor& tensor, int64_t first, int64_t count, std::vector<uint8_t>& scratch);
 
 // `count` elements (a whole number of blocks) from `data`, bit for bit as the Python package gguf dequantises them.
 void Dequantize(TensorType type, const uint8_t* data, int64_t count, float* out);

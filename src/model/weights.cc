@@ -1,6 +1,7 @@
 #include "model/weights.h"
 
 #include <algorithm>
+#include <cstring>
 #include <set>
 
 #include "base/errors.h"
@@ -64,6 +65,41 @@ std::vector<Place> Places(const ModelSource& source, Weights& weights) {
   const int64_t q_width = int64_t{config.num_q_heads} * config.head_dim;
   const int64_t kv_width = int64_t{config.num_kv_heads} * config.head_dim;
 
+  // What one expert has of gate, up or down: a tensor of its own, or a part of one that all experts share.
+  const auto expert_part = [&](int32_t layer, int32_t e, TensorName name, int64_t rows, int64_t cols, Matrix& to,
+                               Vector& to_bias) {
+    constexpr std::string_view kPrefix = "mlp.experts.";
+    const std::string at = fmt::format("model.layers.{}.", layer);
+    const std::string own = fmt::format("{}{}{}.{}", at, kPrefix, e, name.hugging_face.substr(kPrefix.size()));
+    const std::string shared = fmt::format("{}{}", at, name.hugging_face);
+    const int64_t experts = config.num_experts;
+    if (source.Find(shared + ".weight") != nullptr || names.expert_gate_up.hugging_face.empty()) {
+      if (source.Find(shared + ".weight") == nullptr) {
+        matrix(own + ".weight", rows, cols, to);
+      } else {
+        part(own + ".weight", shared + ".weight", {experts, rows, cols}, e * rows, rows, to);
+      }
+      const Tensor* const tensor = FindChecked(source, shared + ".bias", {experts, rows}, architecture.expert_bias);
+      if (tensor != nullptr) places.push_back({{own + ".bias", tensor, 0, rows, e * rows}, nullptr, &to_bias});
+      return;
+    }
+    const bool down = name.hugging_face == names.expert_down.hugging_face;
+    const int64_t step = down ? 1 : 2, other = name.hugging_face == names.expert_up.hugging_face ? 1 : 0;
+    const std::string whole = down ? shared : fmt::format("{}{}", at, names.expert_gate_up.hugging_face);
+    const Tensor* const found = source.Find(whole);
+    const bool across = found == nullptr || TensorTypeBlockElements(found->type) == 1;
+    const std::vector<int64_t> shape =
+        across ? std::vector{experts, cols, step * rows} : std::vector{experts, step * rows, cols};
+    const int64_t first = e * step * rows + other;
+    places.push_back({{own + ".weight", FindChecked(source, whole, shape, Presence::kRequired), rows, cols, first,
+                       false, false, step, across ? step * rows : 0},
+                      &to,
+                      nullptr});
+    const Tensor* const tensor = FindChecked(source, whole + "_bias", {experts, step * rows}, architecture.expert_bias);
+    if (tensor == nullptr) return;
+    places.push_back({{own + ".bias", tensor, 0, rows, first, false, false, step}, nullptr, &to_bias});
+  };
+
   matrix("model.embed_tokens.weight", config.vocab_size, hidden, weights.embedding);
   weights.layers.resize(static_cast<size_t>(config.num_layers));
   for (int32_t i = 0; i < config.num_layers; ++i) {
@@ -92,24 +128,22 @@ std::vector<Place> Places(const ModelSource& source, Weights& weights) {
     vector(weight(names.k_norm), config.head_dim, layer.k_norm, architecture.qk_norm);
     matrix(weight(names.o), hidden, q_width, layer.o);
     vector(bias(names.o), hidden, layer.o_bias, architecture.output_bias);
+    if (!names.sinks.hugging_face.empty()) {
+      vector(fmt::format("model.layers.{}.{}", i, names.sinks.hugging_face), config.num_q_heads, layer.sinks,
+             Presence::kRequired);
+    }
     own_norm(names.attention_post_norm, layer.attention_post_norm);
     vector(weight(names.mlp_norm), hidden, layer.mlp_norm, Presence::kRequired);
     if (config.Layer(i).experts) {
       matrix(weight(names.router), config.num_experts, hidden, layer.router);
       places.back().exact = true;
+      vector(bias(names.router), config.num_experts, layer.router_bias, architecture.expert_bias);
       layer.experts.resize(static_cast<size_t>(config.num_experts));
       for (int32_t e = 0; e < config.num_experts; ++e) {
         LayerWeights::Expert& expert = layer.experts[static_cast<size_t>(e)];
-        const auto one = [&](TensorName name, int64_t rows, int64_t cols, Matrix& to) {
-          constexpr std::string_view kPrefix = "mlp.experts.";
-          const std::string own =
-              fmt::format("model.layers.{}.{}{}.{}.weight", i, kPrefix, e, name.hugging_face.substr(kPrefix.size()));
-          if (source.Find(weight(name)) == nullptr) return matrix(own, rows, cols, to);
-          part(own, weight(name), {config.num_experts, rows, cols}, e * rows, rows, to);
-        };
-        one(names.expert_gate, config.expert_width, hidden, expert.gate);
-        one(names.expert_up, config.expert_width, hidden, expert.up);
-        one(names.expert_down, hidden, config.expert_width, expert.down);
+        expert_part(i, e, names.expert_gate, config.expert_width, hidden, expert.gate, expert.gate_bias);
+        expert_part(i, e, names.expert_up, config.expert_width, hidden, expert.up, expert.up_bias);
+        expert_part(i, e, names.expert_down, hidden, config.expert_width, expert.down, expert.down_bias);
       }
       own_norm(names.mlp_post_norm, layer.mlp_post_norm);
       continue;
@@ -133,31 +167,28 @@ std::vector<Place> Places(const ModelSource& source, Weights& weights) {
   return places;
 }
 
-void PackRow(const Tensor& tensor, int64_t file_row, int64_t cols, int32_t row, Matrix& matrix,
+void PackRow(TensorType type, const uint8_t* data, int64_t cols, int32_t row, Matrix& matrix,
              std::vector<float>& values, std::vector<uint8_t>& codes, std::vector<float>& scales) {
-  const auto row_bytes =
-      static_cast<int64_t>(TensorTypeBlockBytes(tensor.type)) * (cols / TensorTypeBlockElements(tensor.type));
-  const uint8_t* const data = tensor.data + file_row * row_bytes;
   const size_t groups = static_cast<size_t>((cols + kWeightGroup - 1) / kWeightGroup);
   codes.resize(static_cast<size_t>(cols));
   scales.resize(2 * groups);  // int4: and minima; int6: one for each 16 columns
   if (matrix.type() == WeightType::kInt4) {
-    PHSA_CHECK(UnpackInt4(tensor.type, data, cols, codes.data(), scales.data(), scales.data() + groups));
+    PHSA_CHECK(UnpackInt4(type, data, cols, codes.data(), scales.data(), scales.data() + groups));
     matrix.SetRowInt4(row, codes.data(), scales.data(), scales.data() + groups);
     return;
   }
   if (matrix.type() == WeightType::kInt6) {
-    PHSA_CHECK(UnpackInt6(tensor.type, data, cols, codes.data(), scales.data()));
+    PHSA_CHECK(UnpackInt6(type, data, cols, codes.data(), scales.data()));
     matrix.SetRowInt6(row, codes.data(), scales.data());
     return;
   }
   auto* const signed_codes = reinterpret_cast<int8_t*>(codes.data());
-  if (matrix.type() == WeightType::kInt8 && UnpackInt8(tensor.type, data, cols, signed_codes, scales.data())) {
+  if (matrix.type() == WeightType::kInt8 && UnpackInt8(type, data, cols, signed_codes, scales.data())) {
     matrix.SetRowInt8(row, signed_codes, scales.data());
     return;
   }
   values.resize(static_cast<size_t>(cols));
-  Dequantize(tensor.type, data, cols, values.data());
+  Dequantize(type, data, cols, values.data());
   matrix.SetRow(row, values.data());
 }
 
@@ -180,24 +211,20 @@ void LoadMatrix(const Place& place, const ModelConfig& config, WeightsMode mode,
       [](void* arg, int32_t task, int32_t) {
         const Job& work = *static_cast<const Job*>(arg);
         std::vector<float> values, scales;
-        std::vector<uint8_t> codes;
+        std::vector<uint8_t> codes, blocks;
         const int64_t end = std::min<int64_t>(work.place.rows, int64_t{task + 1} * kRows);
         for (int64_t row = int64_t{task} * kRows; row < end; ++row) {
-          PackRow(*work.place.tensor, FileRow(work.place, work.config, row), work.place.cols, static_cast<int32_t>(row),
-                  work.matrix, values, codes, scales);
+          PackRow(work.place.tensor->type, RowBlocks(work.place, work.config, row, blocks), work.place.cols,
+                  static_cast<int32_t>(row), work.matrix, values, codes, scales);
         }
       },
       &job);
 }
 
 void LoadVector(const Place& place, const ModelConfig& config) {
-  Vector file(static_cast<size_t>(place.cols));
-  Dequantize(place.tensor->type, place.tensor->data, place.cols, file.data());
-  place.vector->resize(file.size());
-  for (int64_t i = 0; i < place.cols; ++i) {
-    (*place.vector)[static_cast<size_t>(i)] =
-        file[static_cast<size_t>(FileRow(place, config, i))] + (place.from_one ? 1.0f : 0.0f);
-  }
+  *place.vector = ReadVector(place, config);
+  if (!place.from_one) return;
+  for (float& value : *place.vector) value += 1.0f;
 }
 
 // The products of a layer by what they read, and what an adapter adds to them.
@@ -351,6 +378,7 @@ WeightType PackedType(TensorType file, WeightsMode mode) {
     case TensorType::kF32:
       if (mode == WeightsMode::kInt8) return WeightType::kInt8;
       return FastProducts().bf16 ? WeightType::kBf16 : WeightType::kF32;
+    case TensorType::kU8: break;  // a source refuses it
   }
   PHSA_CHECK(!"tensor type");
   return WeightType::kF32;
@@ -366,7 +394,9 @@ std::string SpecialSteps(const ModelConfig& config) {
   if (any([](const LayerTraits& layer) { return layer.experts; })) special.emplace_back("experts");
   if (!architecture.names.gate_up.hugging_face.empty()) special.emplace_back("several weights in one tensor");
   if (config.rotary_dim > 0) special.emplace_back("heads that RoPE turns in part");
-  if (architecture.gate != Gate::kSilu) special.emplace_back("GELU");
+  if (!architecture.names.sinks.hugging_face.empty()) special.emplace_back("attention sinks");
+  if (architecture.gate == Gate::kGeluTanh) special.emplace_back("GELU");
+  if (architecture.gate == Gate::kClampedSwiglu) special.emplace_back("a clamped gate");
   if (config.embedding_scale != 1 || config.residual_scale != 1 || config.logits_divisor != 1) {
     special.emplace_back("scales");
   }
@@ -380,7 +410,7 @@ std::vector<ModelTensor> ModelTensors(const ModelSource& source) {
 }
 
 int64_t FileRow(const ModelTensor& tensor, const ModelConfig& config, int64_t row) {
-  if (!tensor.turned_heads) return tensor.first_row + row;
+  if (!tensor.turned_heads) return tensor.first_row + row * tensor.row_step;
   // Our head: the first of all pairs, then the second of all pairs; the pairs that RoPE turns come first.
   const int64_t half = config.head_dim / 2, turned = (config.rotary_dim > 0 ? config.rotary_dim : config.head_dim) / 2;
   const int64_t head = row / config.head_dim, pair = row % config.head_dim % half,
@@ -388,6 +418,34 @@ int64_t FileRow(const ModelTensor& tensor, const ModelConfig& config, int64_t ro
   int64_t in_head = 2 * turned + (pair - turned) + second * (half - turned);
   if (pair < turned) in_head = config.interleaved_rope_rows ? 2 * pair + second : pair + second * turned;
   return tensor.first_row + head * config.head_dim + in_head;
+}
+
+const uint8_t* RowBlocks(const ModelTensor& tensor, const ModelConfig& config, int64_t row,
+                         std::vector<uint8_t>& scratch) {
+  const int64_t file_row = FileRow(tensor, config, row), cols = tensor.cols;
+  if (tensor.across == 0) return Blocks(*tensor.tensor, file_row * cols, cols, scratch);
+  const size_t bytes = TensorTypeBlockBytes(tensor.tensor->type);
+  const int64_t matrix = file_row / tensor.across, column = file_row % tensor.across;
+  const uint8_t* const from = tensor.tensor->data + static_cast<size_t>(matrix * tensor.across * cols + column) * bytes;
+  scratch.resize(static_cast<size_t>(cols) * bytes);
+  for (size_t c = 0; c < static_cast<size_t>(cols); ++c) {
+    std::memcpy(scratch.data() + c * bytes, from + c * static_cast<size_t>(tensor.across) * bytes, bytes);
+  }
+  return scratch.data();
+}
+
+std::vector<float> ReadVector(const ModelTensor& tensor, const ModelConfig& config) {
+  const TensorType type = tensor.tensor->type;
+  const int64_t block = TensorTypeBlockElements(type);
+  const int64_t begin = tensor.first_row / block * block,
+                end = (tensor.first_row + (tensor.cols - 1) * tensor.row_step + block) / block * block;
+  std::vector<uint8_t> scratch;
+  std::vector<float> file(static_cast<size_t>(end - begin)), out(static_cast<size_t>(tensor.cols));
+  Dequantize(type, Blocks(*tensor.tensor, begin, end - begin, scratch), end - begin, file.data());
+  for (int64_t i = 0; i < tensor.cols; ++i) {
+    out[static_cast<size_t>(i)] = file[static_cast<size_t>(FileRow(tensor, config, i) - begin)];
+  }
+  return out;
 }
 
 WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode) {

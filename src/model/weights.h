@@ -49,15 +49,18 @@ struct LayerWeights {
   Vector q_norm, k_norm;          // [head_dim] or empty
   Matrix o;                       // [hidden][heads · head_dim]
   Vector o_bias;
+  Vector sinks;                // [heads] or empty
   Vector attention_post_norm;  // [hidden] or empty
   Vector mlp_norm;             // [hidden]
   Matrix gate, up;             // [intermediate][hidden]
   Matrix down;                 // [hidden][intermediate]
   // In place of those three, in a layer with experts.
   Matrix router;  // [experts][hidden], f32
+  Vector router_bias;
   struct Expert {
-    Matrix gate, up;  // [expert_width][hidden]
-    Matrix down;      // [hidden][expert_width]
+    Matrix gate, up;                       // [expert_width][hidden]
+    Matrix down;                           // [hidden][expert_width]
+    Vector gate_bias, up_bias, down_bias;  // empty: none
   };
   std::vector<Expert> experts;
   Vector gate_bias, up_bias, down_bias;
@@ -94,11 +97,18 @@ struct ModelTensor {
   int64_t first_row = 0;       // of several that lie in one tensor
   bool turned_heads = false;   // rows of q and k, whose order in a head is that of their RoPE
   bool from_one = false;       // a vector to which 1 is to be added
+  int64_t row_step = 1;        // 2: every other row is another tensor's
+  int64_t across = 0;          // not 0: the tensor has matrices of [cols][across], and our rows are their columns
 };
 // All of them. Throws phsa::Error for missing tensors and wrong shapes.
 std::vector<ModelTensor> ModelTensors(const ModelSource& source);
 // The row of the file (of a vector: the element) that is Hugging Face's row.
 int64_t FileRow(const ModelTensor& tensor, const ModelConfig& config, int64_t row);
+// Hugging Face's row `row` of a matrix as blocks of its type: where it lies, or put together in `scratch`.
+const uint8_t* RowBlocks(const ModelTensor& tensor, const ModelConfig& config, int64_t row,
+                         std::vector<uint8_t>& scratch);
+// A vector as Hugging Face has it.
+std::vector<float> ReadVector(const ModelTensor& tensor, const ModelConfig& config);
 
 // What the model has beyond Llama's steps, in words ("sliding windows, GELU"); empty: nothing.
 std::string SpecialSteps(const ModelConfig& config);

@@ -86,6 +86,15 @@ void GeluMul(const float* gate, int64_t gate_stride, const float* up, int64_t up
           [&](int32_t r) { k.gelu_mul(gate + r * gate_stride, up + r * up_stride, dim, out + r * out_stride); });
 }
 
+void ClampedSwiglu(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int32_t m, int32_t dim,
+                   float alpha, float limit, float* out, int64_t out_stride, const phsa_executor& executor) {
+  const ops::Kernels& k = ops::ActiveKernels();
+  constexpr int kCost = 5;
+  ForRows(m, int64_t{kCost} * dim, executor, [&](int32_t r) {
+    k.clamped_swiglu(gate + r * gate_stride, up + r * up_stride, dim, alpha, limit, out + r * out_stride);
+  });
+}
+
 void ScaleRows(float* x, int64_t x_stride, int32_t m, int32_t dim, float factor, const phsa_executor& executor) {
   ForRows(m, dim, executor, [&](int32_t r) {
     for (int32_t i = 0; i < dim; ++i) x[r * x_stride + i] *= factor;

@@ -30,6 +30,10 @@ void SiluMul(const float* gate, int64_t gate_stride, const float* up, int64_t up
 void GeluMul(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int32_t m, int32_t dim,
              float* out, int64_t out_stride, const phsa_executor& executor);
 
+// gpt-oss's gate: g · sigmoid(alpha · g) · (u + 1), with g = min(gate, limit) and u = up between ±limit.
+void ClampedSwiglu(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int32_t m, int32_t dim,
+                   float alpha, float limit, float* out, int64_t out_stride, const phsa_executor& executor);
+
 // x[m][dim] *= factor.
 void ScaleRows(float* x, int64_t x_stride, int32_t m, int32_t dim, float factor, const phsa_executor& executor);
 

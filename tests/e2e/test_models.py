@@ -42,6 +42,15 @@ LONGROPE = {
     "long_factor": [1 + i / 8 for i in range(16)],
     "original_max_position_embeddings": 64,
 }
+GPT_OSS = {
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 50,
+    "rope_parameters": {**YARN, "truncate": False},
+    "pad_token_id": None,
+}
 GRANITE = {
     "attention_multiplier": 0.1,
     "embedding_multiplier": 3.0,
@@ -100,6 +109,12 @@ CASES = {
     ),
     "glm4": ("Glm4", {**PARTIAL, "pad_token_id": None, "eos_token_id": 2, "attention_bias": True}, "200KB"),
     "granite": ("Granite", GRANITE, None),
+    "gpt-oss": ("GptOss", GPT_OSS, None),
+    "gpt-oss-sharded": (
+        "GptOss",
+        {**GPT_OSS, "swiglu_limit": 3.0, "swiglu_alpha": 1.3, "layer_types": [FULL, SLIDING, SLIDING, FULL]},
+        "400KB",
+    ),
     "qwen3-odd": ("Qwen3", {"hidden_size": 120, "intermediate_size": 200, "head_dim": 64, "vocab_size": 509}, None),
 }
 
@@ -126,7 +141,10 @@ def make_model(name, folder, dtype=torch.float32):
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             # Wide enough that attention is far from uniform and every norm and bias counts.
-            scale = 0.3 if "norm" in parameter_name or "bias" in parameter_name else 0.12
+            small = ("norm", "bias")
+            scale = 0.3 if any(part in parameter_name for part in small) else 0.12
+            if "sinks" in parameter_name:
+                scale = 2.0  # beside scores of one's own, neither nothing nor all
             offset = 1.0 if "norm" in parameter_name and architecture != "Gemma3" else 0.0  # Gemma adds the 1
             parameter.copy_(torch.randn_like(parameter) * scale + offset)
     model = model.to(dtype)
@@ -178,6 +196,16 @@ GGUF = {
             "expert_feed_forward_length": "moe_intermediate_size",
         },
     ),
+    "GptOss": (
+        "gpt-oss",
+        False,
+        {
+            "attention.sliding_window": "sliding_window",
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+    ),
     "Phi3": ("phi3", False, {"attention.sliding_window": "sliding_window"}),
     "Glm4": ("glm4", False, {}),
     "Granite": (
@@ -193,7 +221,20 @@ GGUF = {
 }
 
 
-def make_gguf(name, model, path):
+def add_expert(writer, name, values, family, kind):
+    """Experts as GGUF has them, [expert][row][column]; kind: how their matrices are quantised."""
+    gguf = pytest.importorskip("gguf")
+    if name.endswith("bias") or family != "GptOss":
+        writer.add_tensor(name, np.ascontiguousarray(values))
+        return
+    values = np.ascontiguousarray(values.swapaxes(1, 2))
+    if kind is None:
+        writer.add_tensor(name, values)
+    else:
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+
+def make_gguf(name, model, path, experts=None):
     """The model as converters write it, in f32, by the package gguf."""
     gguf = pytest.importorskip("gguf")
     family = CASES[name][0]
@@ -217,6 +258,10 @@ def make_gguf(name, model, path):
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{key}", value)
     number = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     share = rope.get("partial_rotary_factor", 1)
     writer.add_rope_dimension_count(int(head_dim * share))
     for tensor, values in model.state_dict().items():
@@ -229,12 +274,21 @@ def make_gguf(name, model, path):
             heads = values.shape[0] // config.head_dim
             halves = values.reshape(heads, 2, config.head_dim // 2, -1)
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
-        if tensor.endswith("experts.gate_up_proj"):
-            gate, up = np.split(values, 2, axis=1)
-            for kind, part in (("gate", gate), ("up", up)):
-                writer.add_tensor(f"blk.{tensor.split('.')[2]}.ffn_{kind}_exps.weight", np.ascontiguousarray(part))
+        if "experts.gate_up_proj" in tensor:
+            # gpt-oss has gates and up by turns, and matrices the other way round.
+            kind = "bias" if tensor.endswith("_bias") else "weight"
+            if family != "GptOss":
+                halves = np.split(values, 2, axis=1)
+            else:
+                halves = [values[..., 0::2], values[..., 1::2]]
+            for half, part in zip(("gate", "up"), halves, strict=True):
+                add_expert(writer, f"blk.{tensor.split('.')[2]}.ffn_{half}_exps.{kind}", part, family, experts)
             continue
-        if tensor.endswith("experts.down_proj"):
+        if "experts.down_proj" in tensor:
+            kind = "bias" if tensor.endswith("_bias") else "weight"
+            add_expert(writer, f"blk.{tensor.split('.')[2]}.ffn_down_exps.{kind}", values, family, experts)
+            continue
+        if tensor.endswith("sinks"):
             tensor += ".weight"
         to = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         assert to is not None, tensor
@@ -248,7 +302,20 @@ def make_gguf(name, model, path):
 
 @pytest.mark.parametrize(
     "name",
-    ["llama-bias", "mistral", "qwen2", "qwen3", "smollm3", "gemma3-pattern", "qwen3moe", "phi3", "glm4", "granite"],
+    [
+        "llama-bias",
+        "mistral",
+        "qwen2",
+        "qwen2-yarn",
+        "qwen3",
+        "smollm3",
+        "gemma3-pattern",
+        "qwen3moe",
+        "phi3",
+        "glm4",
+        "granite",
+        "gpt-oss",
+    ],
 )
 def test_logits_of_gguf_files_equal_those_of_transformers(name, tmp_path):
     model = make_model(name, tmp_path)
@@ -259,8 +326,81 @@ def test_logits_of_gguf_files_equal_those_of_transformers(name, tmp_path):
     assert relative_error(our_logits(path, ids[0].tolist()), theirs) <= 1e-4
 
 
+def mxfp4(values):
+    """[expert][row][column] as MXFP4 in the two tensors of Hugging Face's files."""
+    rows = values.reshape(*values.shape[:-1], -1, 32)
+    exponent = np.floor(np.log2(np.abs(rows).max(axis=-1))) - 2  # 6 · 2^exponent is the largest that there is
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    scaled = rows / np.exp2(exponent)[..., None]
+    codes = np.abs(np.abs(scaled)[..., None] - levels).argmin(axis=-1).astype(np.uint8) | (scaled < 0) * np.uint8(8)
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
+    return [torch.from_numpy(np.ascontiguousarray(x, dtype=np.uint8)) for x in (blocks, exponent + 127)]
+
+
+def test_experts_in_mxfp4_give_the_logits_of_what_transformers_makes_of_them(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = make_model("gpt-oss", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.load_file(path)
+    weights = model.state_dict()
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        blocks, scales = mxfp4(tensors.pop(name).transpose(1, 2).numpy())
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        weights[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    safetensors.save_file(tensors, path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model.load_state_dict(weights)
+    ids = torch.randint(0, VOCAB, (1, 150), generator=torch.Generator().manual_seed(9))
+    with torch.no_grad():
+        theirs = model(ids).logits[0].numpy()
+    assert relative_error(our_logits(tmp_path, ids[0].tolist()), theirs) <= 1e-4
+    # Packed at 8 bits the codes are what they are; but a token may go to other experts.
+    packed = our_logits(tmp_path, ids[0].tolist(), "auto")
+    assert np.median(np.abs(packed - theirs).max(axis=1)) / np.abs(theirs).max() <= 0.05
+
+    # Bytes without their scales mean nothing.
+    tensors["model.layers.1.mlp.experts.down_proj_sums"] = tensors.pop("model.layers.1.mlp.experts.down_proj_scales")
+    safetensors.save_file(tensors, path)
+    done = subprocess.run([BIN / "logits_of", tmp_path, "f32", "f32", "8", "1"], input=b"1 2", capture_output=True)
+    assert done.returncode == 2
+    assert 'down_proj_blocks" has the dtype "U8"; allowed: F32, F16, BF16, and MXFP4' in done.stderr.decode()
+
+
+def test_experts_in_mxfp4_are_read_from_gguf(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType.MXFP4
+    model = make_model("gpt-oss", tmp_path)
+    path = make_gguf("gpt-oss", model, tmp_path / "model.gguf", kind)
+    weights = model.state_dict()
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        rows = np.ascontiguousarray(weights[name].numpy().swapaxes(1, 2))
+        rounded = gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind)
+        weights[name] = torch.from_numpy(np.ascontiguousarray(rounded.swapaxes(1, 2)))
+    model.load_state_dict(weights)
+    ids = torch.randint(0, VOCAB, (1, 150), generator=torch.Generator().manual_seed(10))
+    with torch.no_grad():
+        theirs = model(ids).logits[0].numpy()
+    assert relative_error(our_logits(path, ids[0].tolist()), theirs) <= 1e-4
+
+
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", "ministral", "smollm3", "gemma3", "qwen3moe", "phi3-part-of-heads", "glm4", "granite"]
+    "name",
+    [
+        "llama",
+        "mistral",
+        "ministral",
+        "smollm3",
+        "gemma3",
+        "qwen3moe",
+        "phi3-part-of-heads",
+        "glm4",
+        "granite",
+        "gpt-oss",
+    ],
 )
 def test_phsa_gives_the_logits_of_the_transformers_plugin(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "python"))

@@ -280,14 +280,50 @@ def windowed(
     attention_mask: Tensor | None,
     scaling: float | None,
     dropout: float,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, None]:
     """A layer that attends within a window reads little as it is: it stays as the model has it."""
+    if sinks is not None:
+        return _windowed_with_sinks(query, key, value, attention_mask, scaling, dropout, sinks), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling)
+
+
+def _windowed_with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    sinks: Tensor,
+) -> Tensor:
+    if dropout:
+        raise ValueError(f"phsa: attention sinks with an attention dropout of {dropout}; allowed: 0")
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query @ key.transpose(2, 3) * (default_scale(query.shape[-1]) if scaling is None else scaling)
+    if attention_mask is None:
+        q_len, kv_len = scores.shape[-2:]
+        attention_mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=scores.device).tril(kv_len - q_len)
+    if attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, float("-inf"))
+    else:
+        scores = scores + attention_mask
+    of_heads = sinks.to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
+    shares = torch.cat((scores, of_heads), dim=-1).softmax(-1, dtype=torch.float32)[..., :-1]
+    return (shares.to(value.dtype) @ value).transpose(1, 2).contiguous()
+
+
+def _weakened(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """The attention with one more key for each head, of that score and without a value: what is read counts for less.
+    out: (rows, heads, head_dim)."""
+    if sinks is None:
+        return out
+    return (out * torch.sigmoid(lse - sinks.to(lse))[..., None]).to(out.dtype)
 
 
 _REFUSED = {
     "softcap": "caps its attention scores",
-    "s_aux": "has attention sinks",
     "position_bias": "adds a bias to its attention scores",
     "head_mask": "masks heads",
     "cache": "runs with a paged cache",
@@ -322,9 +358,11 @@ def attention_function(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     phsa_batch: Batch | GraphBatch | StaticBatch | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """The attention for transformers' attention interface. query: (batch, heads, tokens, head_dim)."""
+    """The attention for transformers' attention interface. query: (batch, heads, tokens, head_dim); s_aux: (heads,), the
+    attention sinks."""
     window = kwargs.get("sliding_window")
     _refuse(module, dropout if window is None else 0.0, is_causal, kwargs)
     if phsa_batch is None:
@@ -333,7 +371,7 @@ def attention_function(
             "phsa.hf.enable(model) on the model that is used"
         )
     if window is not None:
-        return windowed(module, *_same_type(query, key, value), attention_mask, scaling, dropout)
+        return windowed(module, *_same_type(query, key, value), attention_mask, scaling, dropout, s_aux)
     if value.shape[-1] != query.shape[-1]:
         raise ValueError(
             f"phsa: values have {value.shape[-1]} channels and queries {query.shape[-1]}; allowed: the same"
@@ -342,7 +380,12 @@ def attention_function(
         raise ValueError(f"phsa: {type(module).__name__} does not know its layer; phsa supports causal decoders only")
     scale = default_scale(query.shape[-1]) if scaling is None else float(scaling)
     if isinstance(phsa_batch, Batch):
-        return _attend_eagerly(module, query, key, value, attention_mask, scale, phsa_batch), None
+        return _attend_eagerly(module, query, key, value, attention_mask, scale, phsa_batch, s_aux), None
+    if s_aux is not None:
+        raise ValueError(
+            f"phsa: {type(module).__name__} has attention sinks (s_aux), which phsa does not support in compiled graphs "
+            "and with static caches"
+        )
     query, key, value = _same_type(query, key, value)
     settings = phsa_batch.settings.for_layer(module.layer_idx)
     if isinstance(phsa_batch, StaticBatch):
@@ -376,6 +419,7 @@ def _attend_eagerly(
     attention_mask: Tensor | None,
     scale: float,
     batch: Batch,
+    sinks: Tensor | None,
 ) -> Tensor:
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
         raise ValueError("phsa: the attention mask is not 2-D (batch, tokens); other masks are not supported")
@@ -398,11 +442,16 @@ def _attend_eagerly(
 
     typed = _same_type(query, key, value)
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in typed)
+    if learns and sinks is not None:
+        raise ValueError(
+            f"phsa: {type(module).__name__} has attention sinks (s_aux), whose gradients phsa does not compute; run it "
+            "in torch.no_grad()"
+        )
     in_place = layer is not None and not learns and batch.kv_index is None and not batch.packed
     # Representatives are kept in the type of the cache; where autocast asks for another, they are computed anew.
     if in_place and layer is not None and typed[1] is key:
-        return _attend_cached(batch, layer, settings, scale, *typed)
-    return _attend_packed(batch, layer, settings, scale, *typed)
+        return _attend_cached(batch, layer, settings, scale, *typed, sinks)
+    return _attend_packed(batch, layer, settings, scale, *typed, sinks)
 
 
 def _rows(x: Tensor, index: Tensor | None) -> Tensor:
@@ -444,6 +493,7 @@ def _attend_packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Gathers the real tokens; representatives are computed anew. The only way with gradients."""
     kv_index = batch.kv_index
@@ -457,7 +507,7 @@ def _attend_packed(
         flags = flags.flatten().to(query.device)
         if kv_index is not None:
             flags = flags[kv_index.to(flags.device)]
-    out, _ = ops.phsa_attention(
+    out, lse = ops.phsa_attention(
         _rows(query, batch.q_index),
         _rows(key, kv_index),
         _rows(value, kv_index),
@@ -466,7 +516,7 @@ def _attend_packed(
         kv_lens=batch.kv_lens,
         **_options(settings, scale, batch.backend),
     )
-    return _padded(out, batch)
+    return _padded(_weakened(out, lse, sinks), batch)
 
 
 def _row_view(x: Tensor) -> tuple[Tensor, int] | None:
@@ -488,6 +538,7 @@ def _attend_cached(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Reads the cache where it lies and keeps its representatives up to date."""
     keys, values = _row_view(key), _row_view(value)
@@ -510,7 +561,7 @@ def _attend_cached(
     rows = range(batch.rows)
     q = _rows(query, batch.q_index)
     top_k = min(settings.top_k, batch.kv_len // blocks.block)
-    out, _, _ = torch.ops.phsa.attention_cached(
+    out, lse, _ = torch.ops.phsa.attention_cached(
         q,
         k,
         v,
@@ -533,7 +584,7 @@ def _attend_cached(
         scale,
         batch.backend,
     )
-    return _padded(out, batch)
+    return _padded(_weakened(out, lse, sinks), batch)
 
 
 @torch.library.custom_op("phsa::attention_static", mutates_args=("reps", "state"))

@@ -40,8 +40,6 @@ def check_config(decoder: PreTrainedModel) -> None:
         if getattr(config, name, None) is not None:
             what = f"caps its attention scores ({name} = {getattr(config, name)})"
             _refuse(decoder, what, "models without a cap work, Gemma 3 among them")
-    if any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in decoder.named_parameters()):
-        _refuse(decoder, "has attention sinks")
     if not getattr(decoder, "_supports_attention_backend", False):
         _refuse(decoder, "does not use transformers' attention interface")
     kinds_of_parameter = [parameter.kind for parameter in inspect.signature(decoder.forward).parameters.values()]

@@ -1,28 +1,16 @@
 // Qwen3 with experts: each token takes some of many small MLPs, as a router weighs them.
-#include "base/errors.h"
 #include "io/architecture.h"
 #include "io/source.h"
 
 namespace phsa {
 namespace {
 
-constexpr int64_t kMaxExperts = 4096;
-
 void Configure(const ConfigKeys& keys, ModelConfig* config) {
   ReadQwenWindows(keys, config);
-  const auto required = [&](const char* hugging_face, const char* gguf, int64_t high) {
-    const std::optional<int32_t> value = keys.Int(hugging_face, gguf, 1, high);
-    if (!value) ThrowInvalid("{} is missing", keys.Where(hugging_face, gguf));
-    return *value;
-  };
-  config->num_experts = keys.Int("num_local_experts", "", 1, kMaxExperts).value_or(0);
-  if (config->num_experts == 0) config->num_experts = required("num_experts", "expert_count", kMaxExperts);
-  config->experts_per_token = required("num_experts_per_tok", "expert_used_count", config->num_experts);
-  config->expert_width = required("moe_intermediate_size", "expert_feed_forward_length", kMaxWidth);
+  ReadExperts(keys, "moe_intermediate_size", config);
   config->normalized_experts = keys.Bool("norm_topk_prob", "").value_or(keys.gguf());
   const int32_t step = keys.Int("decoder_sparse_step", "", 0, kMaxLayers).value_or(1);
   const std::vector<int32_t> plain = keys.Ints("mlp_only_layers", "", 0, kMaxLayers).value_or(std::vector<int32_t>());
-  config->layers.resize(static_cast<size_t>(config->num_layers));
   for (int32_t i = 0; i < config->num_layers; ++i) {
     const bool listed = std::find(plain.begin(), plain.end(), i) != plain.end();
     config->layers[static_cast<size_t>(i)].experts = !listed && step > 0 && (i + 1) % step == 0;

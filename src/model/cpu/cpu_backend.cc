@@ -130,6 +130,8 @@ class CpuModelBackend final : public ModelBackend {
                 std::span<const LinearOutput> outputs);
   // projected_ = the experts of normed_'s rows.
   void RunExperts(const LayerWeights& w);
+  // gate_ = the gate of gate_ and up_, [m][width].
+  void RunGate(int32_t m, int32_t width);
   // What a half of a layer adds to the residual stream, in projected_, as it is added.
   void FinishHalf(const Vector& post_norm);
   size_t table_size() const { return static_cast<size_t>(max_rows_) * static_cast<size_t>(config_.head_dim); }
@@ -397,6 +399,7 @@ void CpuModelBackend::Attend(int32_t layer, const StepGroup& group, const Plan& 
   forward.workspace = attention_workspace_.data();
   forward.workspace_size = attention_workspace_.size();
   forward.executor = threads_.executor();
+  forward.sinks = Data(weights_.layers[static_cast<size_t>(layer)].sinks);
   const auto count = static_cast<size_t>(group.num_rows);
   const size_t slots = count * static_cast<size_t>(plan.SelectionHeads()) * static_cast<size_t>(plan.SelectionSlots());
   const bool apart = stages_apart_ && slots > 0;
@@ -438,14 +441,26 @@ void CpuModelBackend::FinishHalf(const Vector& post_norm) {
   }
 }
 
-void CpuModelBackend::RunExperts(const LayerWeights& w) {
+void CpuModelBackend::RunGate(int32_t m, int32_t width) {
+  float* const gate = gate_.floats();
+  const float* const up = up_.floats();
   const phsa_executor executor = threads_.executor();
+  switch (gate_kind_) {
+    case Gate::kSilu: return SiluMul(gate, width, up, width, m, width, gate, width, executor);
+    case Gate::kGeluTanh: return GeluMul(gate, width, up, width, m, width, gate, width, executor);
+    case Gate::kClampedSwiglu:
+      return ClampedSwiglu(gate, width, up, width, m, width, config_.swiglu_alpha, config_.swiglu_limit, gate, width,
+                           executor);
+  }
+}
+
+void CpuModelBackend::RunExperts(const LayerWeights& w) {
   const int32_t m = rows_->count, hidden = config_.hidden, width = config_.expert_width;
   float* const logits = routed_.floats();
   float* const in = logits + int64_t{max_rows_} * config_.num_experts;
   float* const out = in + int64_t{max_rows_} * hidden;
   Clock::time_point clock = Clock::now();
-  LinearOutput router[] = {{&w.router, nullptr, logits, config_.num_experts}};
+  LinearOutput router[] = {{&w.router, Data(w.router_bias), logits, config_.num_experts}};
   ProjectPlain(normed_.floats(), hidden, m, ActivationType::kF32, ActivationType::kF32, router);
   const std::vector<ExpertRows> routes = RouteToExperts(config_, logits, m);
   std::fill_n(projected_.floats(), int64_t{m} * hidden, 0.0f);
@@ -457,12 +472,12 @@ void CpuModelBackend::RunExperts(const LayerWeights& w) {
       const float* const row = normed_.floats() + int64_t{routes[e].rows[static_cast<size_t>(i)]} * hidden;
       std::copy_n(row, hidden, in + int64_t{i} * hidden);
     }
-    LinearOutput halves[] = {{&w.experts[e].gate, nullptr, gate_.floats(), width},
-                             {&w.experts[e].up, nullptr, up_.floats(), width}};
+    const LayerWeights::Expert& expert = w.experts[e];
+    LinearOutput halves[] = {{&expert.gate, Data(expert.gate_bias), gate_.floats(), width},
+                             {&expert.up, Data(expert.up_bias), up_.floats(), width}};
     ProjectPlain(in, hidden, count, weights_.activations.gate_up, weights_.activations.layer_int8, halves);
-    const auto gate = gate_kind_ == Gate::kSilu ? SiluMul : GeluMul;
-    gate(gate_.floats(), width, up_.floats(), width, count, width, gate_.floats(), width, executor);
-    LinearOutput down[] = {{&w.experts[e].down, nullptr, out, hidden}};
+    RunGate(count, width);
+    LinearOutput down[] = {{&expert.down, Data(expert.down_bias), out, hidden}};
     ProjectPlain(gate_.floats(), width, count, weights_.activations.other, weights_.activations.layer_int8, down);
     for (int32_t i = 0; i < count; ++i) {
       const float weight = routes[e].weights[static_cast<size_t>(i)];
@@ -500,9 +515,7 @@ void CpuModelBackend::OutputAndMlp(int32_t layer) {
     Project(normed_.floats(), hidden, m, weights_.activations.gate_up, weights_.activations.layer_int8, halves,
             {layer, &LayerWeights::gate_up_adapter});
     times_.products += SecondsSince(clock);
-    const auto gate = gate_kind_ == Gate::kSilu ? SiluMul : GeluMul;
-    gate(gate_.floats(), intermediate, up_.floats(), intermediate, m, intermediate, gate_.floats(), intermediate,
-         executor);
+    RunGate(m, intermediate);
     times_.other += SecondsSince(clock);
     LinearOutput down[] = {{&w.down, Data(w.down_bias), projected_.floats(), hidden}};
     Project(gate_.floats(), intermediate, m, weights_.activations.other, weights_.activations.layer_int8, down,

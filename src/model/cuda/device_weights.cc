@@ -84,11 +84,7 @@ void SendMatrix(const ModelTensor& tensor, const ModelSource& source, const Pack
 }
 
 void SendVector(const ModelTensor& tensor, const ModelConfig& config, const PackedRows& place, Staging& staging) {
-  std::vector<float> file(static_cast<size_t>(tensor.cols)), ours(file.size());
-  Dequantize(tensor.tensor->type, tensor.tensor->data, tensor.cols, file.data());
-  for (int64_t i = 0; i < tensor.cols; ++i) {
-    ours[static_cast<size_t>(i)] = file[static_cast<size_t>(FileRow(tensor, config, i))];
-  }
+  const std::vector<float> ours = ReadVector(tensor, config);
   uint8_t* const memory = staging.Next();
   if (place.type == WeightType::kF32) {
     std::ranges::copy(ours, reinterpret_cast<float*>(memory));

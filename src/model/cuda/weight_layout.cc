@@ -107,9 +107,8 @@ void PackRow(const ModelTensor& tensor, const ModelConfig& config, const Adapter
              const PackedRows& to, int64_t at) {
   const TensorType type = tensor.tensor->type;
   const auto width = static_cast<size_t>(tensor.cols);
-  const size_t file_row_bytes =
-      TensorTypeBlockBytes(type) * (width / static_cast<size_t>(TensorTypeBlockElements(type)));
-  const uint8_t* const file = tensor.tensor->data + static_cast<size_t>(FileRow(tensor, config, row)) * file_row_bytes;
+  std::vector<uint8_t> scratch;
+  const uint8_t* const file = RowBlocks(tensor, config, row, scratch);
   const int64_t groups = tensor.cols / kWeightGroup;
   uint8_t* const data = to.data + static_cast<size_t>(at) * width * ElementBytes(to.type);
   std::vector<int8_t> codes;

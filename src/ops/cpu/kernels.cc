@@ -189,11 +189,10 @@ HWY_INLINE V Sigmoid(F d, V g) {
   return hn::Div(numerator, hn::Add(one, e));
 }
 
-// out = gate · sigmoid(argument(gate)) · up.
-template <class Argument>
-HWY_INLINE void GateMul(const float* gate, const float* up, int32_t n, float* out, const Argument& argument) {
+// out = vector(gate, up).
+template <class Vector>
+HWY_INLINE void Gate(const float* gate, const float* up, int32_t n, float* out, const Vector& vector) {
   const F d;
-  const auto vector = [&](V g, V u) { return hn::Mul(hn::Mul(g, Sigmoid(d, argument(g))), u); };
   int32_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     hn::StoreU(vector(hn::LoadU(d, gate + i), hn::LoadU(d, up + i)), d, out + i);
@@ -208,6 +207,13 @@ HWY_INLINE void GateMul(const float* gate, const float* up, int32_t n, float* ou
   }
 }
 
+// out = gate · sigmoid(argument(gate)) · up.
+template <class Argument>
+HWY_INLINE void GateMul(const float* gate, const float* up, int32_t n, float* out, const Argument& argument) {
+  const F d;
+  Gate(gate, up, n, out, [&](V g, V u) HWY_ATTR { return hn::Mul(hn::Mul(g, Sigmoid(d, argument(g))), u); });
+}
+
 // silu(g) = g · sigmoid(g).
 void SiluMul(const float* gate, const float* up, int32_t n, float* out) {
   GateMul(gate, up, n, out, [](V g) HWY_ATTR { return g; });
@@ -219,6 +225,16 @@ void GeluMul(const float* gate, const float* up, int32_t n, float* out) {
     const F d;
     const V cubic = hn::Mul(hn::Mul(hn::Set(d, 0.044715f), hn::Mul(g, g)), g);
     return hn::Mul(hn::Set(d, 1.5957691216057308f), hn::Add(g, cubic));
+  });
+}
+
+void ClampedSwiglu(const float* gate, const float* up, int32_t n, float alpha, float limit, float* out) {
+  Gate(gate, up, n, out, [=](V g, V u) HWY_ATTR {
+    const F d;
+    const V most = hn::Set(d, limit);
+    g = hn::Min(g, most);
+    u = hn::Max(hn::Min(u, most), hn::Neg(most));
+    return hn::Mul(hn::Mul(g, Sigmoid(d, hn::Mul(hn::Set(d, alpha), g))), hn::Add(u, hn::Set(d, 1.0f)));
   });
 }
 
@@ -672,6 +688,7 @@ Kernels GetKernels() {
           &Add,
           &SiluMul,
           &GeluMul,
+          &ClampedSwiglu,
           &Rotate,
           &ToF32,
           &FromF32};

@@ -113,6 +113,7 @@ struct Kernels {
   void (*add)(float* x, const float* y, int32_t n);                                            // x += y
   void (*silu_mul)(const float* gate, const float* up, int32_t n, float* out);
   void (*gelu_mul)(const float* gate, const float* up, int32_t n, float* out);
+  void (*clamped_swiglu)(const float* gate, const float* up, int32_t n, float alpha, float limit, float* out);
   // (x[i], x[i + half]) turned; out [2 half] may be x.
   void (*rotate)(const float* x, const float* cos, const float* sin, int32_t half, float* out);
   void (*to_f32)(const void* x, int32_t dtype, int32_t n, float* out);
