@@ -195,8 +195,8 @@ typedef struct phsa_forward_params {
   /* Newer than what is above; a caller with an older header says so by its struct_size. */
   void* stream; /* cudaStream_t, in plans for CUDA; NULL: the default stream */
   /* Attention sinks: for each head the score of one more key, whose value is zero. They weaken what is read and are
-   * part of lse; blocks are chosen without them. On the CPU; phsa_backward does not take what was made with them. */
-  const float* sinks; /* [q_head], in host memory; NULL: none */
+   * part of lse; blocks are chosen without them. phsa_backward does not take what was made with them. */
+  const float* sinks; /* [q_head]; NULL: none */
 } phsa_forward_params;
 
 typedef struct phsa_backward_params {
