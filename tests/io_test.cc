@@ -570,8 +570,10 @@ TEST(Gguf, AModelWeCannotRunIsRefusedWithWhatIsAllowed) {
             "is one of 3 parts of a split model; their names must end in -00001-of-00003.gguf and so on");
   EXPECT_EQ(with([](GgufWriter* g) { g->AddInt("llama.rope.dimension_count", 8); }),
             "llama.rope.dimension_count at offset N is 8; allowed: 16, the whole head");
-  EXPECT_EQ(with([](GgufWriter* g) { g->AddText("llama.rope.scaling.type", "longrope"); }),
-            "llama.rope.scaling.type at offset N is \"longrope\"; allowed: none, linear, yarn");
+  EXPECT_EQ(
+      with([](GgufWriter* g) { g->AddText("llama.rope.scaling.type", "longrope"); }),
+      "llama.rope.scaling.type at offset N is \"longrope\"; allowed: none, linear, yarn, and longrope with its factors "
+      "as tensors");
   EXPECT_EQ(with([](GgufWriter* g) { g->AddText("llama.rope.scaling.type", "yarn"); }),
             "has llama.rope.scaling.type yarn and no llama.rope.scaling.factor");
   EXPECT_EQ(with([](GgufWriter* g) { g->AddFloat("llama.rope.scale_linear", NAN); }),
@@ -753,6 +755,31 @@ std::string ConfigRefusal(const std::string& config) {
   folder.Write("config.json", config);
   folder.Write("model.safetensors", EmbeddingFile());
   return FolderRefusal(folder);
+}
+
+TEST(HuggingFace, MiniCpm4sSparseSettingsAreThoseOfInfLlm2) {
+  const std::string mini = With(With(kConfig, "Qwen2ForCausalLM", "MiniCPMForCausalLM"), "\"qwen2\"", "\"minicpm\"");
+  const auto with = [&](const std::string& sparse) {
+    return With(mini, "{", "{\"sparse_config\": {" + sparse + "}, ");
+  };
+  const auto settings_of = [&](const std::string& config) {
+    const TempFolder folder;
+    return OpenFolder(folder, config)->config().phsa_settings;
+  };
+  EXPECT_EQ(settings_of(mini), "");
+  EXPECT_EQ(settings_of(with("")),
+            R"({"attention":"infllm2-64","block_size":64,"dense_below":8192,"init_tokens":64,"local_tokens":2048,)"
+            R"("top_k":63})");
+  EXPECT_EQ(settings_of(with(R"("kernel_size": 32, "kernel_stride": 16, "init_blocks": 2, "block_size": 64,
+                              "window_size": 1000, "topk": 32, "use_nope": false, "dense_len": 100)")),
+            R"({"attention":"infllm2-64","block_size":64,"dense_below":128,"init_tokens":128,"local_tokens":1024,)"
+            R"("top_k":30})");
+  EXPECT_EQ(ConfigRefusal(with("\"block_size\": 32")), "/config.json: sparse_config: block_size is 32; allowed: 64");
+  EXPECT_EQ(ConfigRefusal(with("\"use_nope\": true")), "/config.json: sparse_config: use_nope is true; allowed: false");
+  EXPECT_EQ(ConfigRefusal(with("\"topk\": -1")), "/config.json: sparse_config: topk is -1; allowed: 0 to 16384");
+  // What phsa itself wrote into the file comes first, and other families have no such object.
+  EXPECT_EQ(settings_of(With(with(""), "{", "{\"phsa\": {\"top_k\": 8}, ")), "{\"top_k\":8}");
+  EXPECT_EQ(settings_of(ConfigWith("\"sparse_config\": {}")), "");
 }
 
 TEST(HuggingFace, AFolderIsReadWithItsConfigurationTensorsAndTokenizer) {

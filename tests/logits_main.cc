@@ -1,6 +1,6 @@
-// Logits of a model for tests: logits_of MODEL WEIGHTS KV_TYPE CHUNK THREADS [ADAPTER [SETTINGS]]; token ids on
-// standard input, [tokens][vocab] f32 on standard output. No tokenizer is needed. ADAPTER: -, or a folder; SETTINGS: of
-// the attention, as JSON.
+// Logits of a model for tests: logits_of MODEL WEIGHTS KV_TYPE CHUNK THREADS [ADAPTER [SETTINGS [CONTEXT]]]; token
+// ids on standard input, [tokens][vocab] f32 on standard output. No tokenizer is needed. ADAPTER: -, or a folder;
+// SETTINGS: -, or those of the attention, as JSON; CONTEXT: the longest text, the model's context if it is not given.
 #include <cstdio>
 #include <iostream>
 #include <string>
@@ -14,14 +14,16 @@
 
 int main(int argc, char** argv) {
   using namespace phsa;  // NOLINT: a program of one function
-  if (argc < 6 || argc > 8) {
-    std::fprintf(stderr, "usage: logits_of MODEL WEIGHTS KV_TYPE CHUNK THREADS [ADAPTER [SETTINGS]] <ids >logits\n");
+  if (argc < 6 || argc > 9) {
+    std::fprintf(stderr,
+                 "usage: logits_of MODEL WEIGHTS KV_TYPE CHUNK THREADS [ADAPTER [SETTINGS [CONTEXT]]] <ids >logits\n");
     return 2;
   }
   try {
     std::vector<int32_t> ids;
     for (int32_t id = 0; std::cin >> id;) ids.push_back(id);
     const auto source = ModelSource::Open(argv[1], argc > 6 && std::string_view(argv[6]) != "-" ? argv[6] : "");
+    if (argc > 8) source->SetContext(std::stoi(argv[8]));
     const ModelConfig& config = source->config();
     const int32_t kv_type = KvTypeFromName(argv[3]);
     const int32_t chunk = std::stoi(argv[4]);
@@ -29,7 +31,7 @@ int main(int argc, char** argv) {
     const auto backend = TestBackend(*source, WeightsModeFromName(argv[2]), kv_type, chunk, threads);
     LayerSettings settings;
     settings.base.policy = Policy::kDense;
-    if (argc > 7) settings = SettingsFromJson(argv[7]);
+    if (argc > 7 && std::string_view(argv[7]) != "-") settings = SettingsFromJson(argv[7]);
     KvCache cache =
         TestCache(*backend, PageLayout(config, settings, kv_type), static_cast<int32_t>(ids.size()) / kPageTokens + 1);
     Decoder decoder(config, *backend, settings, threads);

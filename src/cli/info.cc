@@ -61,6 +61,7 @@ const char* ScalingName(RopeScaling::Kind kind) {
     case RopeScaling::Kind::kLinear: return "linear";
     case RopeScaling::Kind::kLlama3: return "llama3";
     case RopeScaling::Kind::kYarn: return "yarn";
+    case RopeScaling::Kind::kLongRope: return "longrope";
   }
   return "unknown";
 }
@@ -68,6 +69,10 @@ const char* ScalingName(RopeScaling::Kind kind) {
 std::string RopeText(const ModelConfig& config) {
   const RopeScaling& scaling = config.rope_scaling;
   std::string out = fmt::format("base {}", config.rope_base);
+  if (scaling.kind == RopeScaling::Kind::kLongRope) {
+    return out + fmt::format(", longrope, with other factors where the context (-c) is above {} tokens",
+                             scaling.original_context);
+  }
   if (scaling.kind != RopeScaling::Kind::kNone) {
     out += fmt::format(", {} scaling by {}", ScalingName(scaling.kind), scaling.factor);
     if (scaling.original_context > 0) out += fmt::format(" from {} tokens", scaling.original_context);

@@ -168,6 +168,7 @@ Engine::Engine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const E
   punctuation_ = PunctuationFlags(options_.attention);
   plan_ = MakePlan(*source_, options_, device_, backend_options_, threads_.num_threads());
   CheckFits(plan_);
+  source_->SetContext(plan_.context);
 }
 
 void Engine::CheckTokens(std::span<const int32_t> tokens, const std::string& text) const {

@@ -86,6 +86,7 @@ struct Architecture {
   bool gguf_interleaves_rope_rows = false;  // ModelConfig::interleaved_rope_rows, in GGUF files alone
   bool interleaved_rope = false;            // and in both: the model turns neighbours
   bool partial_rotary = false;              // RoPE may turn a part of each head
+  bool infllm2 = false;                     // config.json may have sparse_config, InfLLM v2's settings
   int32_t default_head_dim = 0;             // where config.json has none, whatever the width; 0: width / heads
   float default_rope_base = 10000;          // where the file has none
   // What is this family's own: reads its keys, and says which layers differ. `config` has what all have; its `layers`

@@ -210,19 +210,45 @@ class GgufSource final : public ModelSource {
     config_.rotary_dim = *rotated;
   }
 
+  // A row of f32; empty where there is no such tensor.
+  std::vector<float> Factors(const char* name) const {
+    const Tensor* const tensor = gguf_.FindTensor(name);
+    if (tensor == nullptr) return {};
+    if (tensor->type != TensorType::kF32 || tensor->shape.size() != 1) {
+      ThrowInvalid("{}: the tensor {} at offset {} is not a row of f32", path_, name, tensor->file_offset);
+    }
+    std::vector<float> out(static_cast<size_t>(tensor->shape[0]));
+    Dequantize(tensor->type, tensor->data, tensor->shape[0], out.data());
+    return out;
+  }
+
+  void ReadLongRope() {
+    RopeScaling& scaling = config_.rope_scaling;
+    const std::string key = Key("rope.scaling.type");
+    const std::string_view type = gguf_.String(key).value_or("longrope");
+    if (type != "longrope" && type != "none") {
+      ThrowInvalid("{} is {}, and there is rope_factors_long.weight; allowed: longrope", gguf_.Where(key),
+                   Quoted(type));
+    }
+    scaling.kind = RopeScaling::Kind::kLongRope;
+    scaling.original_context =
+        OptionalInt("rope.scaling.original_context_length", kMaxContext).value_or(config_.context);
+    const float growth = static_cast<float>(config_.context) / static_cast<float>(scaling.original_context);
+    scaling.attention_factor = OptionalFloat(Key("rope.scaling.attn_factor"), 1e-3, kMaxFactor)
+                                   .value_or(LongRopeMagnitude(growth, scaling.original_context));
+    scaling.ChooseFactors(config_.context);
+  }
+
   void ReadRopeScaling() {
     RopeScaling& scaling = config_.rope_scaling;
-    if (const Tensor* factors = gguf_.FindTensor("rope_factors_long.weight")) {
-      ThrowInvalid("{}: the tensor rope_factors_long.weight at offset {} asks for longrope, which is not supported",
-                   path_, factors->file_offset);
+    scaling.frequency_factors = Factors("rope_freqs.weight");
+    scaling.short_factors = Factors("rope_factors_short.weight");
+    scaling.long_factors = Factors("rope_factors_long.weight");
+    if (scaling.short_factors.empty() != scaling.long_factors.empty()) {
+      ThrowInvalid("{}: has one of the tensors rope_factors_short.weight and rope_factors_long.weight; it needs both",
+                   path_);
     }
-    if (const Tensor* factors = gguf_.FindTensor("rope_freqs.weight")) {
-      if (factors->type != TensorType::kF32 || factors->shape.size() != 1) {
-        ThrowInvalid("{}: the tensor rope_freqs.weight at offset {} is not a row of f32", path_, factors->file_offset);
-      }
-      scaling.frequency_factors.resize(static_cast<size_t>(factors->shape[0]));
-      Dequantize(factors->type, factors->data, factors->shape[0], scaling.frequency_factors.data());
-    }
+    if (!scaling.long_factors.empty()) return ReadLongRope();
 
     const std::string type_key = Key("rope.scaling.type");
     const std::string old_key = Key("rope.scale_linear");  // what linear scaling was before rope.scaling.type
@@ -230,7 +256,8 @@ class GgufSource final : public ModelSource {
         gguf_.String(type_key).value_or(gguf_.Find(old_key) != nullptr ? std::string_view("linear") : "none");
     if (type == "none") return;
     if (type != "linear" && type != "yarn") {
-      ThrowInvalid("{} is {}; allowed: none, linear, yarn", gguf_.Where(type_key), Quoted(type));
+      ThrowInvalid("{} is {}; allowed: none, linear, yarn, and longrope with its factors as tensors",
+                   gguf_.Where(type_key), Quoted(type));
     }
     const std::string factor_key = Key("rope.scaling.factor");
     const std::string& given_key = gguf_.Find(factor_key) != nullptr ? factor_key : old_key;

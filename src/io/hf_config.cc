@@ -83,8 +83,6 @@ void ReadRotary(const JsonFields& fields, bool partial, ModelConfig* config) {
   config->rotary_dim = turned;
 }
 
-// longrope whose factors are the same for short and long texts, as MiniCPM4's are. Where they differ, the keys of a
-// text that grows would have to change.
 void ReadLongRope(const JsonFields& fields, const JsonFields& rope, ModelConfig* config) {
   const auto factors = [&](const char* key) {
     const Json* const list = rope.Find(key);
@@ -100,17 +98,18 @@ void ReadLongRope(const JsonFields& fields, const JsonFields& rope, ModelConfig*
     return out;
   };
   RopeScaling& scaling = config->rope_scaling;
-  scaling.frequency_factors = factors("short_factor");
-  if (factors("long_factor") != scaling.frequency_factors) {
-    ThrowInvalid("{} differs from short_factor; allowed: the same factors for texts of all lengths",
-                 rope.Where("long_factor"));
-  }
+  scaling.kind = RopeScaling::Kind::kLongRope;
+  scaling.short_factors = factors("short_factor");
+  scaling.long_factors = factors("long_factor");
   std::optional<int32_t> original = rope.Int("original_max_position_embeddings", 1, kMaxContext);
   if (!original) original = fields.Int("original_max_position_embeddings", 1, kMaxContext);
-  const double context = original.value_or(config->context);
-  const double growth = std::max(1.0, config->context / context);
-  const auto attention = context > 1 ? static_cast<float>(std::sqrt(1 + std::log(growth) / std::log(context))) : 1.0f;
-  scaling.attention_factor = rope.Float("attention_factor", 1e-3, kMaxFactor).value_or(attention);
+  scaling.original_context = original.value_or(config->context);
+  const float growth =
+      rope.Float("factor", 1e-3, kMaxFactor)
+          .value_or(static_cast<float>(config->context) / static_cast<float>(scaling.original_context));
+  scaling.attention_factor =
+      rope.Float("attention_factor", 1e-3, kMaxFactor).value_or(LongRopeMagnitude(growth, scaling.original_context));
+  scaling.ChooseFactors(config->context);
 }
 
 // RoPE in the style of transformers 5 (one object rope_parameters) and before (rope_theta, and rope_scaling where it is
@@ -186,6 +185,31 @@ void RefuseWhatWeDoNotCompute(const JsonFields& fields, const Architecture& arch
     ThrowInvalid("{} is {}; allowed: weights in F32, F16 or BF16, or a GGUF file", quantization->Where("quant_method"),
                  Quoted(quantization->String("quant_method").value_or("")));
   }
+}
+
+// InfLLM v2's settings as those of the policy infllm2-64, in the words of docs/settings.md. Of its `topk` blocks the
+// first ones are some, the window's are not; `dense_len` is the length from which texts are read sparsely.
+std::string ReadInfLlm2(const JsonFields& sparse) {
+  constexpr int64_t kMost = 1 << 20;
+  const auto must_be = [&](const char* key, int32_t only) {
+    const int32_t value = sparse.Int(key, 1, kMost).value_or(only);
+    if (value != only) ThrowInvalid("{} is {}; allowed: {}", sparse.Where(key), value, only);
+  };
+  must_be("kernel_size", 32);
+  must_be("kernel_stride", 16);
+  constexpr int32_t kBlock = 64;
+  must_be("block_size", kBlock);
+  if (sparse.Bool("use_nope").value_or(false)) ThrowInvalid("{} is true; allowed: false", sparse.Where("use_nope"));
+  const auto whole_blocks = [](int32_t tokens) { return (tokens + kBlock - 1) / kBlock * kBlock; };
+  const int32_t init = sparse.Int("init_blocks", 0, kMost / kBlock).value_or(1);
+  const int32_t top_k = sparse.Int("topk", 0, kMost / kBlock).value_or(64);
+  return Json{{"attention", "infllm2-64"},
+              {"block_size", kBlock},
+              {"init_tokens", init * kBlock},
+              {"local_tokens", whole_blocks(sparse.Int("window_size", 0, kMost).value_or(2048))},
+              {"top_k", std::max(0, top_k - init)},
+              {"dense_below", whole_blocks(std::max(0, sparse.Int("dense_len", -1, kMost).value_or(8192)))}}
+      .dump();
 }
 
 // The layers that have a window, where config.json lists them.
@@ -277,7 +301,22 @@ Json MakeRopeScaling(const RopeScaling& scaling) {
                    {"beta_fast", Shortest(scaling.beta_fast)},
                    {"beta_slow", Shortest(scaling.beta_slow)}};
       if (scaling.attention_factor) json["attention_factor"] = Shortest(*scaling.attention_factor);
+      if (scaling.mscale) json["mscale"] = Shortest(*scaling.mscale);
+      if (scaling.mscale_all_dim) json["mscale_all_dim"] = Shortest(*scaling.mscale_all_dim);
+      if (!scaling.truncate) json["truncate"] = false;
       return json;
+    }
+    case RopeScaling::Kind::kLongRope: {
+      const auto list = [](const std::vector<float>& factors) {
+        Json json = Json::array();
+        for (const float factor : factors) json.push_back(Shortest(factor));
+        return json;
+      };
+      return {{"rope_type", "longrope"},
+              {"short_factor", list(scaling.short_factors)},
+              {"long_factor", list(scaling.long_factors)},
+              {"attention_factor", Shortest(scaling.attention_factor.value_or(1))},
+              {"original_max_position_embeddings", scaling.original_context}};
     }
   }
   return nullptr;
@@ -303,7 +342,7 @@ Json MakeHfConfig(const ModelConfig& config, bool attention_bias, bool mlp_bias)
   json["tie_word_embeddings"] = config.tied_embeddings;
   json["rope_theta"] = Shortest(config.rope_base);
   RopeScaling scaling = config.rope_scaling;
-  if (!scaling.frequency_factors.empty()) {
+  if (scaling.kind != RopeScaling::Kind::kLongRope && !scaling.frequency_factors.empty()) {
     const std::optional<RopeScaling> llama3 = Llama3ScalingOf(config);
     if (!llama3) {
       Throw(PHSA_UNSUPPORTED,
@@ -368,6 +407,10 @@ ModelConfig ReadHfConfig(const Json& json, const std::string& path) {
     const Json* const ids = fields.Find("phsa_punctuation_ids");
     if (ids != nullptr && settings.value("punctuation", Json()) == "custom") settings["punctuation"] = *ids;
     config.phsa_settings = settings.dump();
+  } else if (architecture.infllm2) {
+    if (const std::optional<JsonFields> sparse = fields.Object("sparse_config")) {
+      config.phsa_settings = ReadInfLlm2(*sparse);
+    }
   }
   return config;
 }

@@ -10,16 +10,24 @@
 namespace phsa {
 
 struct RopeScaling {
-  enum class Kind : uint8_t { kNone, kLinear, kLlama3, kYarn };
+  enum class Kind : uint8_t { kNone, kLinear, kLlama3, kYarn, kLongRope };
   Kind kind = Kind::kNone;
   float factor = 1;
   int32_t original_context = 0;
   float low_freq_factor = 1, high_freq_factor = 4;                // llama3
   float beta_fast = 32, beta_slow = 1;                            // yarn
-  std::optional<float> attention_factor, mscale, mscale_all_dim;  // yarn, as transformers reads them
+  std::optional<float> attention_factor, mscale, mscale_all_dim;  // yarn and longrope, as transformers reads them
   bool truncate = true;                                           // yarn
-  // GGUF's rope_freqs.weight: divides the base frequencies, [head_dim / 2]. Empty: none.
+  // Divides the base frequencies, [head_dim / 2]: GGUF's rope_freqs.weight, or one of longrope's two lists. Empty:
+  // none.
   std::vector<float> frequency_factors;
+  std::vector<float> short_factors, long_factors;  // longrope
+
+  // longrope turns a text that is longer than the original context by other angles than a shorter one. A cache keeps
+  // keys as they were turned, so the longest text that may come decides for all: never the length that one has so far.
+  void ChooseFactors(int32_t context) {
+    if (kind == Kind::kLongRope) frequency_factors = context > original_context ? long_factors : short_factors;
+  }
 };
 
 // What the attention of one layer does, where the layers of a model differ.

@@ -22,6 +22,11 @@ float CheckedFloat(const std::string& where, double value, double low, double hi
   return static_cast<float>(value);
 }
 
+float LongRopeMagnitude(float growth, int32_t original_context) {
+  if (growth <= 1 || original_context <= 1) return 1;
+  return static_cast<float>(std::sqrt(1 + std::log(double{growth}) / std::log(original_context)));
+}
+
 void CheckConfig(const std::string& path, const ModelConfig& config) {
   if (config.num_q_heads % config.num_kv_heads != 0) {
     ThrowInvalid("{}: {} query heads cannot share {} KV heads evenly", path, config.num_q_heads, config.num_kv_heads);
@@ -32,14 +37,21 @@ void CheckConfig(const std::string& path, const ModelConfig& config) {
       ThrowInvalid("{}: the end token is {}; allowed: 0 to {}", path, id, config.vocab_size - 1);
     }
   }
-  const std::vector<float>& factors = config.rope_scaling.frequency_factors;
+  const RopeScaling& scaling = config.rope_scaling;
+  const bool longrope = scaling.kind == RopeScaling::Kind::kLongRope;
   const int32_t pairs = (config.rotary_dim > 0 ? config.rotary_dim : config.head_dim) / 2;
-  if (!factors.empty() && factors.size() != static_cast<size_t>(pairs)) {
-    ThrowInvalid("{}: rope_freqs.weight has {} elements; allowed for heads of {}: {}", path, factors.size(),
-                 config.head_dim, pairs);
-  }
-  if (!std::all_of(factors.begin(), factors.end(), [](float f) { return std::isfinite(f) && f > 0; })) {
-    ThrowInvalid("{}: rope_freqs.weight holds a number that is not above 0: the file is damaged; fetch it again", path);
+  const std::pair<const char*, const std::vector<float>*> lists[] = {
+      {longrope ? "longrope" : "rope_freqs.weight", &scaling.frequency_factors},
+      {"longrope's list for short texts", &scaling.short_factors},
+      {"longrope's list for long texts", &scaling.long_factors}};
+  for (const auto& [name, factors] : lists) {
+    if (!factors->empty() && factors->size() != static_cast<size_t>(pairs)) {
+      ThrowInvalid("{}: {} has {} elements; allowed for heads of {}: {}", path, name, factors->size(), config.head_dim,
+                   pairs);
+    }
+    if (!std::all_of(factors->begin(), factors->end(), [](float f) { return std::isfinite(f) && f > 0; })) {
+      ThrowInvalid("{}: {} holds a number that is not above 0: the file is damaged; fetch it again", path, name);
+    }
   }
 }
 

@@ -46,6 +46,10 @@ class ModelSource {
   std::unique_ptr<Adapter> OpenAdapter(const std::filesystem::path& folder) const;
   ModelConfig ConfigWith(const Adapter& adapter) const;  // config() as if it had this one
 
+  // The longest text that will be read, as far as weights and RoPE care (RopeScaling::ChooseFactors); the model's own
+  // context to begin with. Before anything is computed.
+  void SetContext(int32_t tokens) { config_.rope_scaling.ChooseFactors(tokens); }
+
   const ModelConfig& config() const { return config_; }
   const std::string& path() const { return path_; }
   const std::string& format() const { return format_; }  // "GGUF v3", "Hugging Face, 2 safetensors files"

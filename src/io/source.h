@@ -32,6 +32,9 @@ inline constexpr double kMaxRopeBase = 1e15;
 int32_t CheckedInt(const std::string& where, int64_t value, int64_t low, int64_t high);
 float CheckedFloat(const std::string& where, double value, double low, double high);
 
+// What longrope multiplies sin and cos by, for a context that grew by that from the original one.
+float LongRopeMagnitude(float growth, int32_t original_context);
+
 // What the fields of a configuration must be to each other. `path` is for messages.
 void CheckConfig(const std::string& path, const ModelConfig& config);
 

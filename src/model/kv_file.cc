@@ -117,7 +117,8 @@ std::string RopeInWords(const ModelConfig& config) {
     if (value) add(name, *value);
   };
   switch (scaling.kind) {
-    case RopeScaling::Kind::kNone: add_given("attention factor", scaling.attention_factor); break;
+    case RopeScaling::Kind::kNone:
+    case RopeScaling::Kind::kLongRope: add_given("attention factor", scaling.attention_factor); break;
     case RopeScaling::Kind::kLinear: add("linear", scaling.factor); break;
     case RopeScaling::Kind::kLlama3:
       add("llama3", scaling.factor);

@@ -63,7 +63,8 @@ RopeFrequencies MakeRope(const ModelConfig& config) {
   }
   const RopeScaling& scaling = config.rope_scaling;
   switch (scaling.kind) {
-    case RopeScaling::Kind::kNone: rope.factor = scaling.attention_factor.value_or(1); break;
+    case RopeScaling::Kind::kNone:
+    case RopeScaling::Kind::kLongRope: rope.factor = scaling.attention_factor.value_or(1); break;
     case RopeScaling::Kind::kLinear:
       for (double& frequency : rope.frequencies) frequency /= scaling.factor;
       break;

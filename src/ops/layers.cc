@@ -107,6 +107,11 @@ void RopeTable(const int32_t* positions, int32_t m, const double* frequencies, i
   ForRows(m, int64_t{kCost} * half, executor, [&](int32_t r) {
     float* const cos = cos_sin + int64_t{r} * 2 * half;
     for (int32_t i = 0; i < half; ++i) {
+      if (frequencies[i] == 0) {  // beyond the part of a head that is turned, nothing changes
+        cos[i] = 1;
+        cos[half + i] = 0;
+        continue;
+      }
       const double angle = positions[r] * frequencies[i];
       cos[i] = static_cast<float>(std::cos(angle) * factor);
       cos[half + i] = static_cast<float>(std::sin(angle) * factor);

@@ -39,7 +39,7 @@ void ScaleRows(float* x, int64_t x_stride, int32_t m, int32_t dim, float factor,
 
 // cos_sin[m][2][half]: factor · cos and factor · sin of positions[r] · frequencies[i], in double precision before they
 // are rounded to f32. The layers of a model share one table per step: sin and cos of m × half angles cost more than
-// turning. factor: YaRN's attention factor.
+// turning. factor: YaRN's attention factor. A frequency of 0 is of a pair that is not turned: 1 and 0, without factor.
 void RopeTable(const int32_t* positions, int32_t m, const double* frequencies, int32_t half, float factor,
                float* cos_sin, const phsa_executor& executor);
 

@@ -39,7 +39,14 @@ LONGROPE = {
     "rope_theta": 10000.0,
     "partial_rotary_factor": 0.5,
     "short_factor": [1 + i / 8 for i in range(16)],
-    "long_factor": [1 + i / 8 for i in range(16)],
+    "long_factor": [2 + i / 3 for i in range(16)],
+    "original_max_position_embeddings": 64,
+}
+LONGROPE_PHI = {
+    "pad_token_id": None,
+    "eos_token_id": 2,
+    "hidden_size": 256,
+    "rope_parameters": LONGROPE,
     "original_max_position_embeddings": 64,
 }
 GPT_OSS = {
@@ -102,11 +109,7 @@ CASES = {
     ),
     "phi3": ("Phi3", {"pad_token_id": None, "eos_token_id": 2, "sliding_window": 70}, None),
     "phi3-part-of-heads": ("Phi3", {**PARTIAL, "pad_token_id": None, "eos_token_id": 2}, None),
-    "phi3-longrope": (
-        "Phi3",
-        {"pad_token_id": None, "eos_token_id": 2, "hidden_size": 256, "rope_parameters": LONGROPE},
-        None,
-    ),
+    "phi3-longrope": ("Phi3", LONGROPE_PHI, None),
     "glm4": ("Glm4", {**PARTIAL, "pad_token_id": None, "eos_token_id": 2, "attention_bias": True}, "200KB"),
     "granite": ("Granite", GRANITE, None),
     "gpt-oss": ("GptOss", GPT_OSS, None),
@@ -152,8 +155,10 @@ def make_model(name, folder, dtype=torch.float32):
     return model
 
 
-def our_logits(folder, ids, weights="f32", kv_type="f32", chunk=64, threads=2, adapter="-", settings=None):
-    more = [json.dumps(settings)] if settings else []
+def our_logits(
+    folder, ids, weights="f32", kv_type="f32", chunk=64, threads=2, adapter="-", settings=None, context=None
+):
+    more = [json.dumps(settings) if settings else "-"] + ([str(context)] if context else [])
     done = subprocess.run(
         [BIN / "logits_of", folder, weights, kv_type, str(chunk), str(threads), adapter, *more],
         input=" ".join(map(str, ids)).encode(),
@@ -255,6 +260,8 @@ def make_gguf(name, model, path, experts=None):
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     for key, value in own.items():
         value = getattr(config, value)
+        if value is None:
+            continue
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{key}", value)
     number = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -262,6 +269,10 @@ def make_gguf(name, model, path, experts=None):
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope.get("rope_type") == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        for length in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
     share = rope.get("partial_rotary_factor", 1)
     writer.add_rope_dimension_count(int(head_dim * share))
     for tensor, values in model.state_dict().items():
@@ -312,6 +323,7 @@ def make_gguf(name, model, path, experts=None):
         "gemma3-pattern",
         "qwen3moe",
         "phi3",
+        "phi3-longrope",
         "glm4",
         "granite",
         "gpt-oss",
@@ -419,6 +431,24 @@ def test_phsa_gives_the_logits_of_the_transformers_plugin(name, tmp_path, monkey
     assert np.mean(errors > 1e-4) < 0.03
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_longrope_turns_all_texts_by_the_longest_that_may_come(kind, tmp_path):
+    model = make_model("phi3-longrope", tmp_path)
+    path = tmp_path if kind == "safetensors" else make_gguf("phi3-longrope", model, tmp_path / "model.gguf")
+    ids = torch.randint(0, VOCAB, (1, 100), generator=torch.Generator().manual_seed(11))
+    with torch.no_grad():
+        short, whole = model(ids[:, :60]).logits[0].numpy(), model(ids).logits[0].numpy()
+    assert relative_error(whole[:60], short) > 0.01, "the lists must differ"
+    # A context that ends at the original one is all that the short list is for.
+    for context, theirs in ((64, short), (65, whole[:60]), (512, whole[:60])):
+        ours = our_logits(path, ids[0, :60].tolist(), context=context)
+        assert relative_error(ours, theirs) <= 1e-4, context
+    # A text that grows past the original context goes on as it began, however it is cut.
+    whole_of_ours = our_logits(path, ids[0].tolist(), chunk=100, context=512)
+    assert relative_error(whole_of_ours, whole) <= 1e-4
+    assert np.array_equal(our_logits(path, ids[0].tolist(), chunk=7, context=512), whole_of_ours)
+
+
 def test_minicpm_is_granite_with_other_words_for_its_scales(tmp_path):
     """transformers has no MiniCPM of its own; Granite has the same steps, and scales to choose."""
     base, depth, layers = 32, 1.4, 3
@@ -428,7 +458,9 @@ def test_minicpm_is_granite_with_other_words_for_its_scales(tmp_path):
         "residual_multiplier": depth / layers**0.5,
         "logits_scaling": 128 / base,
     }
-    CASES["minicpm"] = ("Granite", scales, None)
+    rope = {**LONGROPE, "short_factor": [1 + i / 8 for i in range(32)], "long_factor": [2 + i / 3 for i in range(32)]}
+    del rope["partial_rotary_factor"]
+    CASES["minicpm"] = ("Granite", {**scales, "rope_parameters": rope}, None)
     model = make_model("minicpm", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for key in (*scales, "rope_parameters"):
@@ -439,12 +471,7 @@ def test_minicpm_is_granite_with_other_words_for_its_scales(tmp_path):
         "scale_emb": 12,
         "scale_depth": depth,
         "dim_model_base": base,
-        "rope_scaling": {
-            "rope_type": "longrope",
-            "short_factor": [1.0] * 32,
-            "long_factor": [1.0] * 32,
-            "original_max_position_embeddings": 512,
-        },
+        "rope_scaling": rope,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     ids = torch.randint(0, VOCAB, (1, 200), generator=torch.Generator().manual_seed(8))
@@ -452,10 +479,10 @@ def test_minicpm_is_granite_with_other_words_for_its_scales(tmp_path):
         theirs = model(ids).logits[0].numpy()
     assert relative_error(our_logits(tmp_path, ids[0].tolist()), theirs) <= 1e-4
 
-    config["rope_scaling"]["long_factor"][3] = 2.0
+    config["rope_scaling"]["long_factor"].pop()
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = subprocess.run([BIN / "logits_of", tmp_path, "f32", "f32", "8", "1"], input=b"1 2", capture_output=True)
-    assert done.returncode == 2 and "long_factor differs from short_factor" in done.stderr.decode()
+    assert done.returncode == 2 and "long_factor is not a list of 32 numbers" in done.stderr.decode()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -30,6 +30,7 @@ const Architecture kMiniCpm = {.name = "minicpm",
                                .qkv_bias = Presence::kOptional,
                                .output_bias = Presence::kOptional,
                                .gguf_interleaves_rope_rows = true,
+                               .infllm2 = true,
                                .configure = Configure};
 
 }  // namespace phsa

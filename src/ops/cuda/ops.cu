@@ -464,8 +464,9 @@ __global__ __launch_bounds__(kThreads) void RowsKernel(RowsParams p) {
   double sine, cosine;
   sincos(p.positions[row] * p.frequencies[i], &sine, &cosine);
   float* const to = p.cos_sin + row * 2 * p.half;
-  to[i] = static_cast<float>(cosine * p.factor);
-  to[p.half + i] = static_cast<float>(sine * p.factor);
+  const double factor = p.frequencies[i] == 0 ? 1 : double{p.factor};  // 0: a pair that is not turned
+  to[i] = static_cast<float>(cosine * factor);
+  to[p.half + i] = static_cast<float>(sine * factor);
   if (i == 0 && p.flags != nullptr && p.flag_rows[row] >= 0) p.pages[p.flag_rows[row]] = p.flags[row];
 }
 
