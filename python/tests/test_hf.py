@@ -617,9 +617,9 @@ def test_attention_sinks_weaken_what_is_read() -> None:
         cache = DynamicCache(config=model.config)
         parts = [model(part, past_key_values=cache).logits for part in ids.split([150, 1, 49], dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
-        with pytest.raises(ValueError, match="attention sinks .* static caches"):
+        with pytest.raises(ValueError, match=r"attention sinks .* static caches"):
             model.generate(ids, max_new_tokens=2, cache_implementation="static")
-    with pytest.raises(ValueError, match="attention sinks .* gradients"):
+    with pytest.raises(ValueError, match=r"attention sinks .* gradients"):
         model(ids)
 
 

@@ -288,10 +288,8 @@ def make_gguf(name, model, path, experts=None):
         if "experts.gate_up_proj" in tensor:
             # gpt-oss has gates and up by turns, and matrices the other way round.
             kind = "bias" if tensor.endswith("_bias") else "weight"
-            if family != "GptOss":
-                halves = np.split(values, 2, axis=1)
-            else:
-                halves = [values[..., 0::2], values[..., 1::2]]
+            by_turns = family == "GptOss"
+            halves = [values[..., 0::2], values[..., 1::2]] if by_turns else np.split(values, 2, axis=1)
             for half, part in zip(("gate", "up"), halves, strict=True):
                 add_expert(writer, f"blk.{tensor.split('.')[2]}.ffn_{half}_exps.{kind}", part, family, experts)
             continue

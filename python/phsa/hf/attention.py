@@ -361,8 +361,9 @@ def attention_function(
     s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """The attention for transformers' attention interface. query: (batch, heads, tokens, head_dim); s_aux: (heads,), the
-    attention sinks."""
+    """The attention for transformers' attention interface.
+
+    query: (batch, heads, tokens, head_dim); s_aux: (heads,), the attention sinks."""
     window = kwargs.get("sliding_window")
     _refuse(module, dropout if window is None else 0.0, is_causal, kwargs)
     if phsa_batch is None:
@@ -383,8 +384,8 @@ def attention_function(
         return _attend_eagerly(module, query, key, value, attention_mask, scale, phsa_batch, s_aux), None
     if s_aux is not None:
         raise ValueError(
-            f"phsa: {type(module).__name__} has attention sinks (s_aux), which phsa does not support in compiled graphs "
-            "and with static caches"
+            f"phsa: {type(module).__name__} has attention sinks (s_aux), which phsa does not support in compiled "
+            "graphs and with static caches"
         )
     query, key, value = _same_type(query, key, value)
     settings = phsa_batch.settings.for_layer(module.layer_idx)
