@@ -22,8 +22,6 @@ Representation RepresentationOf(Policy policy) {
   }
 }
 
-int32_t CeilDiv(int32_t a, int32_t b) { return static_cast<int32_t>((int64_t{a} + b - 1) / b); }
-
 void TakeSettings(const Settings& settings, PlanImpl* plan) {
   Validate(settings);
   if (settings.policy == Policy::kSepllm) {
@@ -32,13 +30,9 @@ void TakeSettings(const Settings& settings, PlanImpl* plan) {
                 "allowed: dense, phsa, infllm2, infllm2-64, streaming, quest");
   }
   plan->settings = settings;
-  plan->dense = settings.policy == Policy::kDense;
   plan->block = settings.block_size;
-  plan->init_blocks = CeilDiv(settings.init_tokens, plan->block);
-  plan->local_blocks = CeilDiv(settings.local_tokens, plan->block);
+  static_cast<BlockRules&>(*plan) = RulesOf(settings);
   plan->representation = RepresentationOf(settings.policy);
-  // With K = 0 nothing is chosen, so nothing need be represented or scored: that is `streaming` by another name.
-  plan->top_k = plan->representation == Representation::kNone ? 0 : settings.top_k;
   if (plan->representation == Representation::kMixedMean) plan->parts = settings.parts;
   plan->survivors = settings.survivors == 0 ? kMaxTokens : std::max(settings.survivors, plan->top_k);
   if (plan->representation == Representation::kPooled) {
@@ -57,7 +51,7 @@ void TakeWindow(const PlanDesc& desc, PlanImpl* plan) {
   if (desc.window < 0 || desc.window > kMaxTokens) {
     ThrowInvalid("plan: window is {}; allowed: 0 (no limit) to {}", desc.window, kMaxTokens);
   }
-  if (!plan->dense) {
+  if (desc.settings.policy != Policy::kDense) {
     Throw(PHSA_UNSUPPORTED, "plan: window is {} with the policy {}; a window takes dense", desc.window,
           Name(desc.settings.policy));
   }
@@ -65,10 +59,10 @@ void TakeWindow(const PlanDesc& desc, PlanImpl* plan) {
     Throw(PHSA_UNSUPPORTED, "plan: window is {}; the CUDA kernels have no windows", desc.window);
   }
   plan->window = desc.window;
-  plan->dense = false;
   plan->settings.dense_below = 0;
+  plan->dense_blocks = 0;
   plan->init_blocks = 0;
-  plan->local_blocks = CeilDiv(desc.window - 1, plan->block);
+  plan->local_blocks = BlocksFor(desc.window - 1, plan->block);
 }
 
 void TakeHeads(const PlanDesc& desc, PlanImpl* plan) {
@@ -196,6 +190,17 @@ void CheckForward(const PlanImpl& plan, const ForwardParams& params, const char*
 
 }  // namespace
 
+BlockRules RulesOf(const Settings& settings) {
+  BlockRules rules;
+  rules.init_blocks = BlocksFor(settings.init_tokens, settings.block_size);
+  rules.local_blocks = BlocksFor(settings.local_tokens, settings.block_size);
+  // With K = 0 nothing is chosen, so nothing need be represented or scored: that is `streaming` by another name.
+  rules.top_k = RepresentationOf(settings.policy) == Representation::kNone ? 0 : settings.top_k;
+  rules.dense_blocks =
+      settings.policy == Policy::kDense ? kDenseEverywhere : BlocksFor(settings.dense_below, settings.block_size);
+  return rules;
+}
+
 Plan::Plan(const PlanDesc& desc) {
   auto plan = std::make_unique<PlanImpl>();
   TakeSettings(desc.settings, plan.get());
@@ -300,8 +305,7 @@ void CheckSelection(const PlanImpl& plan, const int32_t* selection, const char* 
   for (const PlanSequence& seq : plan.seqs) {
     for (int32_t i = 0; i < seq.q_len; ++i) {
       const int32_t b = (seq.first_position() + i) / plan.block;
-      const int32_t end = plan.CandidateEnd(b);
-      const int32_t count = plan.BelowDense(b) ? 0 : std::min(plan.top_k, end - plan.init_blocks);
+      const int32_t end = plan.CandidateEnd(b), count = plan.Chosen(b);
       const int32_t* row = selection + (seq.q_start + i) * row_size;
       for (int32_t h = 0; h < plan.selection_heads; ++h, row += plan.top_k) {
         int32_t last = plan.init_blocks - 1;
@@ -325,23 +329,11 @@ void Plan::TokensRead(const int32_t* selection, int64_t* read, int64_t* dense) c
   *read = *dense = 0;
   for (const PlanSequence& seq : plan.seqs) {
     for (int32_t i = 0; i < seq.q_len; ++i) {
-      const int64_t position = seq.first_position() + i;
-      const int32_t b = static_cast<int32_t>(position / plan.block);
-      *dense += (position + 1) * plan.num_q_heads;
-      if (plan.BelowDense(b) || plan.window > 0) {
-        *read += (position + 1 - plan.WindowBegin(static_cast<int32_t>(position))) * plan.num_q_heads;
-        continue;
-      }
-      const int32_t local_begin = plan.CandidateEnd(b);
-      const int64_t always =
-          local_begin > b ? position + 1
-                          : int64_t{plan.init_blocks} * plan.block + position + 1 - int64_t{local_begin} * plan.block;
-      *read += always * plan.num_q_heads;
-      if (plan.top_k == 0) continue;
-      if (selection == nullptr) {
-        *read += int64_t{std::min(plan.top_k, plan.CandidateEnd(b) - plan.init_blocks)} * plan.block * plan.num_q_heads;
-        continue;
-      }
+      const int32_t position = seq.first_position() + i;
+      const int64_t chosen = selection == nullptr ? plan.Chosen(position / plan.block) : 0;
+      *dense += (int64_t{position} + 1) * plan.num_q_heads;
+      *read += plan.TokensRead(position, chosen, plan.block) * plan.num_q_heads;
+      if (selection == nullptr || plan.top_k == 0) continue;
       const int32_t* row = selection + (seq.q_start + i) * int64_t{plan.selection_heads} * plan.top_k;
       for (int64_t j = 0; j < int64_t{plan.selection_heads} * plan.top_k; ++j) {
         if (row[j] >= 0) *read += int64_t{plan.block} * plan.rows_of_group();

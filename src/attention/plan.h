@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention/blocks.h"
 #include "phsa/attention.h"
 
 namespace phsa {
@@ -42,7 +43,7 @@ struct PlanSequence {
   int32_t first_position() const { return kv_len - q_len; }
 };
 
-struct PlanImpl {
+struct PlanImpl : BlockRules {
   Settings settings;
   Representation representation = Representation::kNone;
   int32_t dtype = PHSA_F32;
@@ -56,17 +57,12 @@ struct PlanImpl {
   int32_t max_kv_len = 0;
   bool self_attention = true;  // q_len = kv_len everywhere
 
-  int32_t block = 16;        // tokens per selection block
-  int32_t init_blocks = 0;   // blocks 0 … init_blocks - 1 are always read
-  int32_t local_blocks = 0;  // blocks b - local_blocks … b are always read by queries of block b
-  int32_t top_k = 0;         // 0 where nothing is chosen
-  int32_t parts = 1;         // representatives of a block by which it is chosen
-  int32_t survivors = 0;     // with parts: blocks that the rows of reps leave for them, at least top_k
-  bool dense = false;        // every query reads everything
-  int32_t window = 0;        // tokens that a query reads at most, its own included; 0: no limit
-  int32_t rep_stride = 16;   // tokens between the starts of two rows of reps
-  int32_t rep_span = 16;     // tokens that one row of reps covers
-  int32_t rep_width = 0;     // elements of a row and KV head
+  int32_t block = 16;       // tokens per selection block
+  int32_t parts = 1;        // representatives of a block by which it is chosen
+  int32_t survivors = 0;    // with parts: blocks that the rows of reps leave for them, at least top_k
+  int32_t rep_stride = 16;  // tokens between the starts of two rows of reps
+  int32_t rep_span = 16;    // tokens that one row of reps covers
+  int32_t rep_width = 0;    // elements of a row and KV head
   int32_t selection_heads = 0;
   std::vector<float> lambda;  // [num_kv_heads]
 
@@ -80,16 +76,6 @@ struct PlanImpl {
   int32_t NumRepRows(int32_t tokens) const { return tokens < rep_span ? 0 : (tokens - rep_span) / rep_stride + 1; }
   // Rows of reps that a query of block b may see: those whose last token lies before block b.
   int32_t VisibleRepRows(int32_t b) const { return NumRepRows(b * block); }
-  // Candidates of a query of block b: blocks [init_blocks, CandidateEnd(b)).
-  int32_t CandidateEnd(int32_t b) const { return std::max(init_blocks, b - local_blocks); }
-  // Whether the queries of block b read everything, so that nothing need be scored: by position, never by call.
-  // The lists of such queries still name the candidates, except below dense_below.
-  bool ReadsAll(int32_t b) const {
-    return dense || b * block < settings.dense_below || CandidateEnd(b) - init_blocks <= top_k;
-  }
-  bool BelowDense(int32_t b) const { return dense || b * block < settings.dense_below; }
-  // The first token that a query at `position` may read at all.
-  int32_t WindowBegin(int32_t position) const { return window > 0 ? std::max(0, position + 1 - window) : 0; }
 };
 
 // Where things lie. Blocks never cross a page. Elements are counted in the plan's dtype.
@@ -124,6 +110,9 @@ struct Backend {
   void (*forward)(const PlanImpl& plan, const ForwardParams& params);
   void (*backward)(const PlanImpl& plan, const BackwardParams& params);
 };
+
+// The blocks that these settings have every query read and choose from. Settings of a plan have been validated.
+BlockRules RulesOf(const Settings& settings);
 
 // Throws phsa::Error where a list leaves the candidates.
 void CheckSelection(const PlanImpl& plan, const int32_t* selection, const char* where);

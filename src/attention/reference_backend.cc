@@ -16,7 +16,7 @@ using reference::Method;
 Method MethodOf(const PlanImpl& plan, int32_t kv_head) {
   Method method;
   method.representation = plan.representation;
-  method.dense = plan.dense;
+  method.dense = plan.dense_blocks == kDenseEverywhere;
   method.block = plan.block;
   method.init_blocks = plan.init_blocks;
   method.local_blocks = plan.local_blocks;

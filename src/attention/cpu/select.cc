@@ -445,7 +445,7 @@ struct Queries {
       : begin(query_begin), end(query_end), blocks(call.plan, query_begin / call.plan.block) {
     const PlanImpl& plan = call.plan;
     candidates = blocks.last - blocks.first;
-    count = plan.BelowDense(blocks.b) ? 0 : std::min(candidates, plan.top_k);
+    count = plan.Chosen(blocks.b);
     choose = count > 0 && candidates > plan.top_k;
     score = choose || (count > 0 && call.params.selection_scores != nullptr);
     coarse = plan.parts == 1 || candidates > call.shape.survivors;

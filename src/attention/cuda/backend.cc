@@ -77,7 +77,9 @@ int32_t MaxQueries(const PlanImpl& plan) {
   return most;
 }
 
-int32_t DenseBelow(const PlanImpl& plan) { return plan.dense ? kNoLimit : plan.settings.dense_below; }
+int32_t DenseBelow(const PlanImpl& plan) {
+  return plan.dense_blocks == kDenseEverywhere ? kNoLimit : plan.settings.dense_below;
+}
 
 Shape MakeShape(const PlanImpl& plan) {
   Shape shape{};
@@ -112,7 +114,8 @@ MethodParams MakeMethod(const PlanImpl& plan) {
   method.init_blocks = plan.init_blocks;
   method.local_blocks = plan.local_blocks;
   method.top_k = plan.top_k;
-  method.dense_below = plan.dense ? std::numeric_limits<int32_t>::max() : plan.settings.dense_below;
+  method.dense_below =
+      plan.dense_blocks == kDenseEverywhere ? std::numeric_limits<int32_t>::max() : plan.settings.dense_below;
   method.scale = plan.scale;
   method.parts = plan.PartsInReps() ? plan.parts : 1;
   return method;
