@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ class Batch:
     bounds: Tensor  # (pieces + 1,), on the CPU: kernels are planned there
     labels: Tensor  # (tokens,): the next token, IGNORED at the end of each piece
     predicted: int  # labels that are not IGNORED
+    # With context parallelism `tokens`, `positions` and `labels` are this process's share of the row.
+    row: Tensor | None = None  # (tokens of the row,)
+    context: Any = None  # the ContextAttention of a pass
 
     @staticmethod
     def of(pieces: list[np.ndarray]) -> Batch:
@@ -41,8 +45,11 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        move = [x.to(device, non_blocking=True) for x in (self.tokens, self.positions, self.labels)]
-        return Batch(move[0], move[1], self.bounds, move[2], self.predicted)
+        tokens, positions, labels, row = (
+            None if x is None else x.to(device, non_blocking=True)
+            for x in (self.tokens, self.positions, self.labels, self.row)
+        )
+        return replace(self, tokens=tokens, positions=positions, labels=labels, row=row)
 
 
 def repeat_passages(pieces: list[np.ndarray], data: Data, generator: np.random.Generator) -> list[np.ndarray]:

@@ -125,6 +125,7 @@ class Config:
     seed: int = 1
     device: str = "auto"
     threads: int | None = None  # of torch on the CPU; None: torch decides
+    context_parallel: int = 1  # processes that share the tokens of a sequence
     report_to: tuple[str, ...] = ()  # tensorboard, wandb
     model: Model = field(default_factory=Model)
     attention: Attention = field(default_factory=Attention)
@@ -143,7 +144,7 @@ class Config:
         saved, how it is spread over processes and where its files lie may change; what is in them may not, of which
         `identity.py` adds digests."""
         out = self.to_json()
-        for name in ("out", "device", "threads", "report_to", "evaluate", "checkpoint"):
+        for name in ("out", "device", "threads", "context_parallel", "report_to", "evaluate", "checkpoint"):
             del out[name]
         del out["optimizer"]["micro_batch"]
         for name in ("gradient_checkpointing", "compile", "path"):
@@ -202,6 +203,7 @@ def _check(config: Config) -> None:
     for name, value in (("out", config.out), ("model.path", config.model.path), ("data.train", config.data.train)):
         if not value:
             raise ConfigError(f"{name} is missing")
+    require(config.context_parallel >= 1, "context_parallel", config.context_parallel, "1 and up")
     attention, data, optimizer = config.attention, config.data, config.optimizer
     require(attention.method in METHODS, "attention.method", attention.method, ", ".join(METHODS))
     for name in config.report_to:

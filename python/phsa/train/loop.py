@@ -63,8 +63,19 @@ class Run:
     ) -> None:
         self.config, self.rank, self.world, self.device = config, rank, world, device
         o = config.optimizer
-        if o.batch % world:
-            raise ConfigError(f"optimizer.batch is {o.batch}; allowed with {world} processes: multiples of {world}")
+        if world % config.context_parallel:
+            shares = ", ".join(str(one) for one in range(1, world + 1) if world % one == 0)
+            raise ConfigError(
+                f"context_parallel is {config.context_parallel}; allowed with {world} "
+                f"{'process' if world == 1 else 'processes'}: {shares}"
+            )
+        # Processes that share rows read the same ones.
+        self.rows_rank, self.rows_world = rank // config.context_parallel, world // config.context_parallel
+        if o.batch % self.rows_world:
+            raise ConfigError(
+                f"optimizer.batch is {o.batch}; allowed with {world} processes and context_parallel = "
+                f"{config.context_parallel}: multiples of {self.rows_world}"
+            )
         self.out = Path(config.out)
         self.checkpoints = self.out / "checkpoints"
         self.progress = Progress(o.steps, quiet or rank != 0)
@@ -104,6 +115,8 @@ class Run:
         self.trainee = Trainee(config, shards.punctuation, self.device, self.world, start if resume is None else None)
         self.identity["model"]["weights"] = self.trainee.digest
         self._find_checkpoint()
+        if self.trainee.context is not None:
+            self.held_out = [self.trainee.context.share(batch) for batch in self.held_out]
         vocabulary = self.trainee.model.config.vocab_size
         if shards.vocab_size > vocabulary:
             raise ConfigError(
@@ -172,7 +185,9 @@ class Run:
         rate = learning_rate(self.config, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        batches = self.batches.of_step(self.step, o.batch, o.micro_batch, self.rank, self.world)
+        batches = self.batches.of_step(self.step, o.batch, o.micro_batch, self.rows_rank, self.rows_world)
+        if self.trainee.context is not None:
+            batches = [self.trainee.context.share(batch) for batch in batches]
         (predicted,) = self._sum([sum(batch.predicted for batch in batches)])
         predicted = max(1.0, predicted)  # a step may have questions only
         nll = torch.zeros((), dtype=torch.float64, device=self.device)

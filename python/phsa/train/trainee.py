@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..hf.hook import find_decoder
 from ..hf.load import load_model, load_tokenizer
 from ..hf.switch import set_attention
 from ..settings import ModelSettings
-from . import checkpoints, identity
+from . import checkpoints, context, identity
 from .batches import Batch
 from .config import Config, ConfigError
 from .identity import Start
@@ -51,9 +52,9 @@ def fuse_norms(model: nn.Module) -> int:
 
 def _hidden(self: PreTrainedModel, batch: Batch) -> Tensor:
     """The last layer's output: (tokens, width)."""
-    out = find_decoder(self)(
-        input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, cu_seq_lens_q=batch.bounds
-    )
+    # With context parallelism the bounds are those of a row of which the tokens at hand are a part.
+    rows = {"cu_seq_lens_q": batch.bounds} if batch.context is None else {"phsa_context": batch.context}
+    out = find_decoder(self)(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **rows)
     return out.last_hidden_state[0]
 
 
@@ -94,14 +95,20 @@ class Trainee:
             own = punctuation_sets.ids(load_tokenizer(config.model.path), marks) if isinstance(marks, str) else marks
             punctuation = {**punctuation, marks: own}
         self._punctuation = punctuation
-        context = model.config.max_position_embeddings
-        if config.data.length > context:
-            raise ConfigError(f"data.length is {config.data.length}; the model's context is {context} tokens")
+        longest = model.config.max_position_embeddings
+        if config.data.length > longest:
+            raise ConfigError(f"data.length is {config.data.length}; the model's context is {longest} tokens")
+        self.context: context.Context | None = None
+        if config.context_parallel > 1:
+            context.check_config(model.config, config.context_parallel)
+            heads = context.kv_heads(model.config)
+            self.context = context.Context(config.context_parallel, heads, device.type, world)
+            self._flags = self._flag_table(model.config.vocab_size)
         self.digest = identity.of_weights(model)
         self.teacher: PreTrainedModel | None = None
         if config.distill.weight and full:
             self.teacher = copy.deepcopy(model).to(device, dtype).requires_grad_(False).eval()
-            self.teacher.set_attn_implementation(packed.NAME)
+            self.teacher.set_attn_implementation(packed.NAME if self.context is None else context.NAME)
         if not full:
             assert config.lora is not None
             add_adapter(model, config.lora, config.seed)
@@ -147,6 +154,26 @@ class Trainee:
 
     def attend(self, settings: ModelSettings) -> None:
         set_attention(self.model, settings.to_json(), self._punctuation, self.config.attention.backend)
+        if self.context is not None:
+            self.model.set_attn_implementation(context.NAME)
+
+    def _flag_table(self, words: int) -> Tensor | None:
+        """Which tokens are punctuation: (words,), or None where nothing asks."""
+        if not self.settings.needs_flags:
+            return None
+        marks = self.settings.base.punctuation
+        table = torch.zeros(words, dtype=torch.uint8)
+        table[torch.tensor(list(self._punctuation[marks]), dtype=torch.long)] = 1
+        return table.to(self.device)
+
+    def _placed(self, batch: Batch, settings: ModelSettings) -> Batch:
+        """With context parallelism the layers need to know the whole row."""
+        if self.context is None:
+            return batch
+        assert batch.row is not None
+        flags = self._flags[batch.row] if self._flags is not None and settings.needs_flags else None
+        backend = self.config.attention.backend
+        return replace(batch, context=context.ContextAttention.of(self.context, settings, backend, batch.bounds, flags))
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -155,6 +182,7 @@ class Trainee:
         """What the untrained model with dense attention makes of a batch, and its output weights if they are others."""
         if not self.config.distill.weight:
             return None, None
+        batch = self._placed(batch, self.dense)
         if self.teacher is not None:
             with torch.no_grad():
                 return _hidden(self.teacher, batch), self.teacher.get_output_embeddings().weight
@@ -169,6 +197,7 @@ class Trainee:
         """The loss to differentiate (times factor), the sum of the next-token losses, that of the divergences."""
         teacher, teacher_weight = self._teacher(batch)
         weights = {"next_token": self.config.distill.next_token, "distill": self.config.distill.weight}
+        batch = self._placed(batch, self.settings)
         return self.model.training_loss(batch, teacher, teacher_weight, factor=factor, **weights)
 
     @torch.no_grad()
@@ -177,14 +206,17 @@ class Trainee:
         self.attend(settings)
         self.model.eval()
         try:
-            total = torch.zeros((), dtype=torch.float64)
+            total = torch.zeros(2, dtype=torch.float64, device=self.device)
             for batch in batches:
-                _, nll, _ = self.model.training_loss(batch.to(self.device), None, None)
-                total += nll.cpu()
+                batch = self._placed(batch.to(self.device), settings)
+                _, nll, _ = self.model.training_loss(batch, None, None)
+                total += torch.stack((nll, nll.new_tensor(batch.predicted)))
+            if self.context is not None:
+                total = self.context.sum(total)
         finally:
             self.model.train()
             self.attend(self.settings)
-        return float(total) / max(1, sum(batch.predicted for batch in batches))
+        return float(total[0] / total[1].clamp(min=1))
 
     def gather_gradients(self, now: bool) -> None:
         """Gradients of all micro-batches but a step's last need not meet those of the other processes."""
