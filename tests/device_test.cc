@@ -393,9 +393,8 @@ TEST(Gpu, TakesInt8WeightsInWholeGroupsAndNoF32) {
   options.kv_dtype = PHSA_BF16;
   const auto why_not = [&](WeightsMode weights) {
     options.weights = weights;
-    return cuda::Unsupported(model, options);
+    return cuda::UnsupportedModel(model.config(), options);
   };
-  if (!why_not(WeightsMode::kAuto).empty()) GTEST_SKIP() << "this build has no CUDA";
   EXPECT_EQ(why_not(WeightsMode::kBf16), "");
   EXPECT_EQ(why_not(WeightsMode::kInt8), "");
   EXPECT_NE(why_not(WeightsMode::kF32).find("auto, bf16 and int8"), std::string::npos);
@@ -405,6 +404,39 @@ TEST(Gpu, TakesInt8WeightsInWholeGroupsAndNoF32) {
     EXPECT_NE(why_not(WeightsMode::kInt8).find("multiples of 32"), std::string::npos);
     model.config_for_test().*width = before;
   }
+}
+
+TEST(Gpu, RefusesShapesThatItHasNoKernelsFor) {
+  const FakeModel model;
+  BackendOptions options;
+  options.kv_dtype = PHSA_BF16;
+  const auto why_not = [&](const auto& change) {
+    ModelConfig config = model.config();
+    change(config);
+    return cuda::UnsupportedModel(config, options);
+  };
+  for (const int32_t head_dim : {64, 80, 96, 128, 256}) {
+    EXPECT_EQ(why_not([&](ModelConfig& config) { config.head_dim = head_dim; }), "");
+  }
+  EXPECT_EQ(why_not([](ModelConfig& config) { config.head_dim = 112; }),
+            "heads of 112 elements; the GPU takes 64, 80, 96, 128, 256");
+  const auto experts = [](int32_t count, int32_t taken, int32_t width) {
+    return [=](ModelConfig& config) {
+      config.num_experts = count;
+      config.experts_per_token = taken;
+      config.expert_width = width;
+    };
+  };
+  EXPECT_EQ(why_not(experts(128, 8, 768)), "");
+  EXPECT_NE(why_not(experts(128, 8, 100)).find("multiples of 8"), std::string::npos);
+  EXPECT_NE(why_not(experts(2048, 8, 768)).find("8 of 2048 experts"), std::string::npos);
+  EXPECT_NE(why_not(experts(128, 100, 768)).find("100 of 128 experts"), std::string::npos);
+  options.weights = WeightsMode::kInt8;
+  EXPECT_NE(why_not(experts(128, 8, 768)).find("--weights bf16"), std::string::npos);
+  options.weights = WeightsMode::kBf16;
+  EXPECT_NE(why_not([](ModelConfig& config) { config.vocab_size = 300000; }).find("vocabulary"), std::string::npos);
+  options.kv_dtype = PHSA_F32;
+  EXPECT_NE(why_not([](ModelConfig&) {}).find("--kv-type f32"), std::string::npos);
 }
 
 TEST(MemoryPlan, OfAGpuSaysSo) {

@@ -37,9 +37,6 @@ DeviceName Parse(std::string_view name) {
 
 // Why a GPU cannot run the model so; empty: it can.
 std::string Unsupported(const ModelSource& source, const DeviceNeeds& needs) {
-  if (const std::string special = SpecialSteps(source.config()); !special.empty()) {
-    return fmt::format("{} models have {}, which the GPU cannot do yet", source.config().architecture, special);
-  }
   BackendOptions options;
   options.weights = needs.weights;
   options.kv_dtype = needs.kv_dtype.value_or(DefaultKvType(needs.weights, PHSA_DEVICE_CUDA));

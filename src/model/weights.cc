@@ -5,7 +5,6 @@
 #include <set>
 
 #include "base/errors.h"
-#include "io/architecture.h"
 
 namespace phsa {
 namespace {
@@ -68,9 +67,7 @@ std::vector<Place> Places(const ModelSource& source, Weights& weights) {
   // What one expert has of gate, up or down: a tensor of its own, or a part of one that all experts share.
   const auto expert_part = [&](int32_t layer, int32_t e, TensorName name, int64_t rows, int64_t cols, Matrix& to,
                                Vector& to_bias) {
-    constexpr std::string_view kPrefix = "mlp.experts.";
-    const std::string at = fmt::format("model.layers.{}.", layer);
-    const std::string own = fmt::format("{}{}{}.{}", at, kPrefix, e, name.hugging_face.substr(kPrefix.size()));
+    const std::string at = fmt::format("model.layers.{}.", layer), own = ExpertTensor(layer, e, name);
     const std::string shared = fmt::format("{}{}", at, name.hugging_face);
     const int64_t experts = config.num_experts;
     if (source.Find(shared + ".weight") != nullptr || names.expert_gate_up.hugging_face.empty()) {
@@ -163,6 +160,7 @@ std::vector<Place> Places(const ModelSource& source, Weights& weights) {
     own_norm(names.mlp_post_norm, layer.mlp_post_norm);
   }
   vector("model.norm.weight", hidden, weights.final_norm, Presence::kRequired);
+  places.back().divisor = config.logits_divisor;
   if (!config.tied_embeddings) matrix("lm_head.weight", config.vocab_size, hidden, weights.lm_head);
   return places;
 }
@@ -219,12 +217,6 @@ void LoadMatrix(const Place& place, const ModelConfig& config, WeightsMode mode,
         }
       },
       &job);
-}
-
-void LoadVector(const Place& place, const ModelConfig& config) {
-  *place.vector = ReadVector(place, config);
-  if (!place.from_one) return;
-  for (float& value : *place.vector) value += 1.0f;
 }
 
 // The products of a layer by what they read, and what an adapter adds to them.
@@ -403,6 +395,12 @@ std::string SpecialSteps(const ModelConfig& config) {
   return fmt::format("{}", fmt::join(special, ", "));
 }
 
+std::string ExpertTensor(int32_t layer, int32_t expert, TensorName name) {
+  constexpr std::string_view kPrefix = "mlp.experts.";
+  PHSA_CHECK(name.hugging_face.starts_with(kPrefix));
+  return fmt::format("model.layers.{}.{}{}.{}", layer, kPrefix, expert, name.hugging_face.substr(kPrefix.size()));
+}
+
 std::vector<ModelTensor> ModelTensors(const ModelSource& source) {
   Weights weights;
   const std::vector<Place> places = Places(source, weights);
@@ -443,7 +441,8 @@ std::vector<float> ReadVector(const ModelTensor& tensor, const ModelConfig& conf
   std::vector<float> file(static_cast<size_t>(end - begin)), out(static_cast<size_t>(tensor.cols));
   Dequantize(type, Blocks(*tensor.tensor, begin, end - begin, scratch), end - begin, file.data());
   for (int64_t i = 0; i < tensor.cols; ++i) {
-    out[static_cast<size_t>(i)] = file[static_cast<size_t>(FileRow(tensor, config, i) - begin)];
+    const float value = file[static_cast<size_t>(FileRow(tensor, config, i) - begin)];
+    out[static_cast<size_t>(i)] = (tensor.from_one ? value + 1.0f : value) / tensor.divisor;
   }
   return out;
 }
@@ -480,14 +479,13 @@ Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& thr
     if (place.matrix != nullptr) {
       LoadMatrix(place, source.config(), mode, threads);
     } else {
-      LoadVector(place, source.config());
+      *place.vector = ReadVector(place, source.config());
     }
     // What was repacked is not read again: without this, file and packed weights would both stay in memory.
     source.Release(*place.tensor);
     done += place.bytes();
     if (!progress(static_cast<double>(done) / static_cast<double>(total))) return {};
   }
-  for (float& value : weights.final_norm) value /= source.config().logits_divisor;
   SetAdapter(source, mode, weights);
   return weights;
 }

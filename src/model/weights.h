@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "io/architecture.h"
 #include "io/model_source.h"
 #include "ops/linear.h"
 #include "phsa/threads.h"
@@ -99,7 +100,10 @@ struct ModelTensor {
   bool from_one = false;       // a vector to which 1 is to be added
   int64_t row_step = 1;        // 2: every other row is another tensor's
   int64_t across = 0;          // not 0: the tensor has matrices of [cols][across], and our rows are their columns
+  float divisor = 1;           // of a vector
 };
+// What one expert's gate, up or down is called, as if each had a tensor of its own; ".weight" or ".bias" follow.
+std::string ExpertTensor(int32_t layer, int32_t expert, TensorName name);
 // All of them. Throws phsa::Error for missing tensors and wrong shapes.
 std::vector<ModelTensor> ModelTensors(const ModelSource& source);
 // The row of the file (of a vector: the element) that is Hugging Face's row.
@@ -107,7 +111,7 @@ int64_t FileRow(const ModelTensor& tensor, const ModelConfig& config, int64_t ro
 // Hugging Face's row `row` of a matrix as blocks of its type: where it lies, or put together in `scratch`.
 const uint8_t* RowBlocks(const ModelTensor& tensor, const ModelConfig& config, int64_t row,
                          std::vector<uint8_t>& scratch);
-// A vector as Hugging Face has it.
+// A vector in Hugging Face's order, as the model uses it.
 std::vector<float> ReadVector(const ModelTensor& tensor, const ModelConfig& config);
 
 // What the model has beyond Llama's steps, in words ("sliding windows, GELU"); empty: nothing.

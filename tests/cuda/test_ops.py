@@ -111,6 +111,10 @@ class MatrixView(ctypes.Structure):
     _fields_ = [("data", c_void_p), ("scales", c_void_p), ("factors", c_void_p)]
 
 
+class GateParams(ctypes.Structure):
+    _fields_ = [("kind", c_int32), ("alpha", c_float), ("limit", c_float)]
+
+
 class FewRowsParams(ctypes.Structure):
     _fields_ = [
         ("result", c_int32),
@@ -123,6 +127,8 @@ class FewRowsParams(ctypes.Structure):
         ("norm", c_void_p),
         ("eps", c_float),
         ("y", c_void_p),
+        ("scale", c_float),
+        ("gate", GateParams),
     ]
 
 
@@ -135,11 +141,92 @@ class SomeRowsParams(ctypes.Structure):
         ("bias", c_void_p),
         ("x", c_void_p),
         ("y", c_void_p),
-        ("add_to_f32", c_bool),
+        ("result", c_int32),
+        ("scale", c_float),
     ]
 
 
-TO_BF16, SILU_MUL, ADD_TO_F32 = range(3)
+class AddNormParams(ctypes.Structure):
+    _fields_ = [
+        ("m", c_int32),
+        ("dim", c_int32),
+        ("y", c_void_p),
+        ("weight", c_void_p),
+        ("eps", c_float),
+        ("x", c_void_p),
+    ]
+
+
+class RouteParams(ctypes.Structure):
+    _fields_ = [
+        ("m", c_int32),
+        ("dim", c_int32),
+        ("num_experts", c_int32),
+        ("taken", c_int32),
+        ("x", c_void_p),
+        ("norm", c_void_p),
+        ("eps", c_float),
+        ("router", c_void_p),
+        ("bias", c_void_p),
+        ("normalized", c_bool),
+        ("normed", c_void_p),
+        ("logits", c_void_p),
+        ("experts", c_void_p),
+        ("weights", c_void_p),
+    ]
+
+
+class GroupParams(ctypes.Structure):
+    _fields_ = [
+        ("pairs", c_int32),
+        ("num_experts", c_int32),
+        ("experts", c_void_p),
+        ("order", c_void_p),
+        ("starts", c_void_p),
+        ("tiles", c_void_p),
+    ]
+
+
+class GroupedParams(ctypes.Structure):
+    _fields_ = [
+        ("groups", GroupParams),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("pairs_of_row", c_int32),
+        ("x", c_void_p),
+        ("weights", c_void_p),
+        ("bias", c_void_p),
+        ("y", c_void_p),
+        ("f32", c_bool),
+    ]
+
+
+class CombineParams(ctypes.Structure):
+    _fields_ = [
+        ("m", c_int32),
+        ("dim", c_int32),
+        ("taken", c_int32),
+        ("x", c_void_p),
+        ("weights", c_void_p),
+        ("scale", c_float),
+        ("add", c_bool),
+        ("y", c_void_p),
+    ]
+
+
+TO_BF16, GATE_MUL, ADD_TO_F32, TO_F32 = range(4)
+SOME_BF16, SOME_F32, SOME_ADD = range(3)
+GATES = {"silu": (0, 0.0, 0.0), "gelu": (1, 0.0, 0.0), "clamped": (2, 1.702, 2.0)}
+
+
+def gated(kind, gate, up):
+    if kind == "silu":
+        return gate * gate.sigmoid() * up
+    if kind == "gelu":
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    _, alpha, limit = GATES[kind]
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * (alpha * gate).sigmoid() * (up + 1)
 
 
 def load_library():
@@ -148,6 +235,7 @@ def load_library():
     library.phsa_ops_params_size.restype = c_size_t
     library.phsa_ops_top_workspace.restype = c_size_t
     structs = (NormParams, RowsParams, HeadsParams, TopParams, TopLogits, FewRowsParams, SomeRowsParams, KeepParams)
+    structs += (AddNormParams, GateParams, RouteParams, GroupedParams, CombineParams)
     for i, struct in enumerate(structs):
         assert library.phsa_ops_params_size(i) == ctypes.sizeof(struct), struct
     return library
@@ -201,15 +289,29 @@ def test_norm_of_all_rows_named_rows_and_embedded_tokens():
         rows = torch.randperm(m, device=CUDA, dtype=torch.int32)[:11].contiguous()
         out = torch.full((m, dim), math.nan, device=CUDA, dtype=torch.bfloat16)
         params = NormParams(m, dim, x.data_ptr(), weight.data_ptr(), 1e-6, out.data_ptr())
-        check(LIBRARY.phsa_ops_norm(ctypes.byref(params), None, None))
+        check(LIBRARY.phsa_ops_norm(ctypes.byref(params), None, None, c_float(1)))
         assert_rounded(out, norm64(x, weight, 1e-6), f"norm of {dim}")
         params.m = 11
-        check(LIBRARY.phsa_ops_norm(ctypes.byref(params), address(rows), None))
+        check(LIBRARY.phsa_ops_norm(ctypes.byref(params), address(rows), None, c_float(1)))
         assert_rounded(out[:11], norm64(x[rows.long()], weight, 1e-6), f"norm of named rows of {dim}")
         params.m = m
-        check(LIBRARY.phsa_ops_norm(ctypes.byref(params), address(tokens), address(embedding)))
-        assert torch.equal(x, embedding[tokens.long()].float())
-        assert_rounded(out, norm64(x, weight, 1e-6), f"norm of embedded tokens of {dim}")
+        for scale in (1.0, 33.9375):
+            check(LIBRARY.phsa_ops_norm(ctypes.byref(params), address(tokens), address(embedding), c_float(scale)))
+            assert torch.equal(x, embedding[tokens.long()].float() * scale)
+            assert_rounded(out, norm64(x, weight, 1e-6), f"norm of embedded tokens of {dim}, scaled by {scale}")
+
+
+def test_norms_behind_a_product_are_added():
+    for dim in (64, 576, 4096, 5000):
+        y, x = torch.randn(37, dim, device=CUDA) * 3, torch.randn(37, dim, device=CUDA)
+        weight = torch.rand(dim, device=CUDA) + 0.5
+        want = x.double() + norm64(y, weight, 1e-6)
+        check(
+            LIBRARY.phsa_ops_add_norm(
+                ctypes.byref(AddNormParams(37, dim, y.data_ptr(), weight.data_ptr(), 1e-6, x.data_ptr()))
+            )
+        )
+        assert (x.double() - want).abs().max().item() < 1e-5
 
 
 class Weights:
@@ -241,10 +343,12 @@ def test_products_of_a_few_rows():
     # 96, 544 and 3008 columns leave lanes of the last stride without work, in int8 too.
     for n, k in ((1, 64), (9, 96), (1000, 576), (33, 544), (4096, 1024), (1024, 3072), (513, 3008), (37, 5632)):
         for m in (1, 2, 3, 4):
-            for result in (TO_BF16, SILU_MUL, ADD_TO_F32):
+            for result in (TO_BF16, GATE_MUL, ADD_TO_F32, TO_F32):
                 for biased in (False, True):
                     for int8 in (False, True):
                         check_few_rows(n, k, m, result, biased, int8)
+        for kind in ("gelu", "clamped"):
+            check_few_rows(n, k, 2, GATE_MUL, True, False, kind)
     # More than fits into shared memory is refused, not wrong; so are groups of int8 weights that are not whole.
     assert LIBRARY.phsa_ops_few_rows(ctypes.byref(FewRowsParams(ADD_TO_F32, 4, 8, 8192))) != 0
     assert LIBRARY.phsa_ops_few_rows(ctypes.byref(FewRowsParams(ADD_TO_F32, 5, 8, 64))) != 0
@@ -252,14 +356,16 @@ def test_products_of_a_few_rows():
     assert LIBRARY.phsa_ops_few_rows(ctypes.byref(FewRowsParams(ADD_TO_F32, 1, 8, 48, view))) != 0
 
 
-def check_few_rows(n, k, m, result, biased, int8):
-    name = f"{m} rows of {k} to {n}, result {result}, bias {biased}, int8 {int8}"
-    matrices = 2 if result == SILU_MUL else 1
+def check_few_rows(n, k, m, result, biased, int8, gate="silu"):
+    name = f"{m} rows of {k} to {n}, result {result}, bias {biased}, int8 {int8}, {gate}"
+    matrices = 2 if result == GATE_MUL else 1
+    to_f32 = result in (ADD_TO_F32, TO_F32)
+    scale = 0.37
     weights = Weights(matrices, n, k, int8)
     bias = torch.randn(matrices, n, device=CUDA)
     norm = torch.rand(k, device=CUDA) + 0.5
     x = torch.randn(m, k, device=CUDA) * 2
-    if result == ADD_TO_F32:
+    if to_f32:
         x = x.bfloat16()
         y = torch.randn(m, n, device=CUDA)
         rows = x.double()
@@ -268,17 +374,21 @@ def check_few_rows(n, k, m, result, biased, int8):
         y = torch.full((m, n), math.nan, device=CUDA, dtype=torch.bfloat16)
         rows = norm64(x, norm, 1e-6).bfloat16().double()
     want = torch.einsum("mk,ink->imn", rows, weights.values)
+    if to_f32:
+        want = want * scale
     if biased:
         want = want + bias.double()[:, None]
-    want = want[0] / (1 + (-want[0]).exp()) * want[1] if result == SILU_MUL else want[0]
+    halves = [half.bfloat16().double() for half in want]
+    want = gated(gate, *halves) if result == GATE_MUL else want[0]
     if result == ADD_TO_F32:
         want = want + y.double()
     params = FewRowsParams(result, m, n, k, weights.view(), bias.data_ptr() if biased else None, x.data_ptr())
-    params.norm, params.eps, params.y = norm.data_ptr(), 1e-6, y.data_ptr()
+    params.norm, params.eps, params.y, params.scale = norm.data_ptr(), 1e-6, y.data_ptr(), scale
+    params.gate = GateParams(*GATES[gate])
     check(LIBRARY.phsa_ops_few_rows(ctypes.byref(params)))
     # The result is rounded once, gate and up each once before that; a normed x may round to its neighbour.
-    rounding = {TO_BF16: 1, SILU_MUL: 3, ADD_TO_F32: 0}[result] * BF16
-    slack = 1e-5 if result == ADD_TO_F32 else 2e-3
+    rounding = {TO_BF16: 1, GATE_MUL: 3, ADD_TO_F32: 0, TO_F32: 0}[result] * BF16
+    slack = 1e-5 if to_f32 else 2e-2 if gate == "clamped" else 4e-3
     error = (y.double() - want).abs() - rounding * want.abs()
     assert error.max().item() <= slack * max(1.0, want.abs().max().item()), f"{name}: off by {error.max().item()}"
 
@@ -287,9 +397,9 @@ def test_products_of_some_rows():
     # From 2112 rows of weights on, blocks have 16 of them.
     for n, k in ((1, 32), (9, 96), (1000, 576), (1024, 3072), (2117, 64), (4096, 1024), (2200, 1056), (37, 8960)):
         for m in (1, 5, 8, 9, 16):
-            for add_to_f32 in (False, True):
+            for result in (SOME_BF16, SOME_F32, SOME_ADD):
                 for biased in (False, True):
-                    check_some_rows(n, k, m, add_to_f32, biased)
+                    check_some_rows(n, k, m, result, biased)
     view = Weights(1, 8, 64, True).view()
     assert LIBRARY.phsa_ops_some_rows(ctypes.byref(SomeRowsParams(17, 8, 64, view))) != 0
     assert LIBRARY.phsa_ops_some_rows(ctypes.byref(SomeRowsParams(5, 8, 48, view))) != 0
@@ -297,22 +407,23 @@ def test_products_of_some_rows():
     assert LIBRARY.phsa_ops_some_rows(ctypes.byref(SomeRowsParams(5, 8, 64, bf16))) != 0
 
 
-def check_some_rows(n, k, m, add_to_f32, biased):
-    name = f"{m} rows of {k} to {n}, added {add_to_f32}, bias {biased}"
-    dtype = torch.float32 if add_to_f32 else torch.bfloat16
+def check_some_rows(n, k, m, result, biased):
+    name = f"{m} rows of {k} to {n}, result {result}, bias {biased}"
+    to_f32, scale = result != SOME_BF16, 0.37
+    dtype = torch.float32 if to_f32 else torch.bfloat16
     weights = Weights(1, n, k, True)
     x = (torch.randn(m, k, device=CUDA) * 2).bfloat16()
     bias = torch.randn(n, device=CUDA).to(dtype)
     y = torch.randn(m, n, device=CUDA).to(dtype)
-    want = x.double() @ weights.values[0].T
+    want = x.double() @ weights.values[0].T * (scale if to_f32 else 1)
     if biased:
         want = want + bias.double()
-    if add_to_f32:
+    if result == SOME_ADD:
         want = want + y.double()
     params = SomeRowsParams(m, n, k, weights.view(), bias.data_ptr() if biased else None, x.data_ptr())
-    params.y, params.add_to_f32 = y.data_ptr(), add_to_f32
+    params.y, params.result, params.scale = y.data_ptr(), result, scale
     check(LIBRARY.phsa_ops_some_rows(ctypes.byref(params)))
-    error = (y.double() - want).abs() - (0 if add_to_f32 else BF16) * want.abs()
+    error = (y.double() - want).abs() - (0 if to_f32 else BF16) * want.abs()
     assert error.max().item() <= 1e-5 * max(1.0, want.abs().max().item()), f"{name}: off by {error.max().item()}"
 
 
@@ -329,10 +440,7 @@ def test_rows_of_products_have_the_same_bits_in_any_company():
             for first in (0, 1, most // 2, most - 1):
                 y = torch.zeros(most - first, n, device=CUDA)
                 params = kind(m=most - first, n=n, k=k, weights=weights.view(), x=x[first:].data_ptr(), y=y.data_ptr())
-                if kind is FewRowsParams:
-                    params.result = ADD_TO_F32
-                else:
-                    params.add_to_f32 = True
+                params.result, params.scale = ADD_TO_F32 if kind is FewRowsParams else SOME_ADD, 1.0
                 check(call(ctypes.byref(params)))
                 results.append(y)
             assert all(torch.equal(y, results[0][-len(y) :]) for y in results), f"{kind}, int8 {int8}"
@@ -378,6 +486,10 @@ def test_heads_are_normed_turned_and_put_into_the_cache():
         (64, 9, 3, torch.bfloat16, False),
         (128, 12, 2, torch.float16, False),
         (64, 4, 1, torch.float16, True),
+        (80, 6, 2, torch.bfloat16, True),
+        (96, 5, 1, torch.float16, False),
+        (96, 8, 8, torch.bfloat16, True),
+        (256, 4, 1, torch.bfloat16, True),
     ):
         m, heads = 53, q_heads + 2 * kv_heads
         qkv = torch.randn(m, heads, dim, device=CUDA).bfloat16()
@@ -419,10 +531,124 @@ def test_heads_are_normed_turned_and_put_into_the_cache():
 def test_gate_times_up():
     m, dim = 41, 1536
     gate_up = (torch.randn(m, 2, dim, device=CUDA) * 4).bfloat16()
-    out = torch.full((m, dim), math.nan, device=CUDA, dtype=torch.bfloat16)
-    check(LIBRARY.phsa_ops_silu_mul(address(gate_up), m, dim, address(out)))
-    gate, up = gate_up.double().unbind(1)
-    assert_rounded(out, gate / (1 + (-gate).exp()) * up, "silu")
+    for kind, of_kind in GATES.items():
+        out = torch.full((m, dim), math.nan, device=CUDA, dtype=torch.bfloat16)
+        params = GateParams(*of_kind)
+        check(LIBRARY.phsa_ops_gate_mul(ctypes.byref(params), address(gate_up), c_int64(m), dim, address(out)))
+        assert_rounded(out, gated(kind, *gate_up.double().unbind(1)), kind)
+
+
+def experts_of(m, num_experts, taken):
+    """Experts as a router chooses them: each row's are different, some experts have many rows, some have none."""
+    scores = torch.randn(m, num_experts, device=CUDA) + torch.randn(num_experts, device=CUDA) * 2
+    return scores.topk(taken, dim=1).indices.int().contiguous()
+
+
+def grouped(experts, num_experts):
+    pairs = experts.numel()
+    order = torch.full((pairs,), -7, device=CUDA, dtype=torch.int32)
+    starts = torch.full((num_experts + 1,), -7, device=CUDA, dtype=torch.int32)
+    tiles = torch.full((LIBRARY.phsa_ops_most_tiles(pairs, num_experts), 2), -7, device=CUDA, dtype=torch.int32)
+    pointers = (each.data_ptr() for each in (experts, order, starts, tiles))
+    params = GroupParams(pairs, num_experts, *pointers)
+    check(LIBRARY.phsa_ops_group(ctypes.byref(params)))
+    params.keep = (experts, order, starts, tiles)
+    return params
+
+
+def test_rows_go_to_the_experts_of_the_largest_softmax_values():
+    for m, dim, num_experts, taken, normalized, biased in (
+        (1, 64, 8, 2, True, False),
+        (37, 2048, 128, 8, True, False),
+        (5, 2880, 32, 4, True, True),
+        (300, 576, 60, 6, False, True),
+        (2, 6000, 1024, 64, False, False),
+        (3, 12160, 7, 7, True, True),
+    ):
+        x = torch.randn(m, dim, device=CUDA) * 3
+        norm = torch.rand(dim, device=CUDA) + 0.5
+        router = torch.randn(num_experts, dim, device=CUDA) / dim**0.5
+        bias = torch.randn(num_experts, device=CUDA) if biased else None
+        router[1], bias_of = router[0], bias
+        if biased:
+            bias_of[1] = bias_of[0]  # a tie, which the lower one wins
+        normed = torch.full((m, dim), math.nan, device=CUDA, dtype=torch.bfloat16)
+        logits = torch.full((m, num_experts), math.nan, device=CUDA)
+        experts = torch.full((m, taken), -1, device=CUDA, dtype=torch.int32)
+        weights = torch.full((m, taken), math.nan, device=CUDA)
+        params = RouteParams(m, dim, num_experts, taken, x.data_ptr(), norm.data_ptr(), 1e-6, router.data_ptr())
+        params.bias, params.normalized, params.normed = address(bias), normalized, normed.data_ptr()
+        params.logits, params.experts, params.weights = logits.data_ptr(), experts.data_ptr(), weights.data_ptr()
+        check(LIBRARY.phsa_ops_route(ctypes.byref(params)))
+        exact = norm64(x, norm, 1e-6)
+        assert_rounded(normed, exact, "the norm before experts")
+        want = exact @ router.double().T + (bias.double() if biased else 0)
+        name = f"{m} rows of {dim}, {taken} of {num_experts} experts"
+        assert (logits.double() - want).abs().max().item() < 1e-4, name
+        # Which ones: by the logits that the kernel has, so that near-ties mean nothing.
+        ranks = [sorted(range(num_experts), key=lambda e, row=row: (-row[e], e))[:taken] for row in logits.tolist()]
+        assert experts.tolist() == ranks, name
+        shares = logits.double().softmax(1).gather(1, experts.long())
+        if normalized:
+            shares = shares / shares.sum(1, keepdim=True)
+        assert (weights.double() - shares).abs().max().item() < 1e-5, name
+    router[2] = math.nan  # the least likely, and nothing hangs
+    check(LIBRARY.phsa_ops_route(ctypes.byref(params)))
+    assert (experts[:, -1] == 2).all()
+
+
+def test_products_of_experts():
+    for m, num_experts, taken, n, k in (
+        (1, 8, 3, 192, 128),
+        (3, 128, 8, 1536, 2048),
+        (16, 128, 8, 2048, 768),
+        (200, 32, 4, 200, 136),
+        (1000, 8, 3, 264, 96),
+        (900, 5, 1, 128, 64),
+    ):
+        for f32 in (False, True):
+            experts = experts_of(m, num_experts, taken)
+            pairs = experts.numel()
+            weights = (torch.randn(num_experts, n, k, device=CUDA) / k**0.5).bfloat16()
+            bias = torch.randn(num_experts, n, device=CUDA) if f32 else None
+            # Rows for all pairs of a token, and a row for each pair.
+            for pairs_of_row in (taken, 1):
+                x = (torch.randn(pairs // pairs_of_row, k, device=CUDA) * 2).bfloat16()
+                y = torch.full((pairs, n), math.nan, device=CUDA, dtype=torch.float32 if f32 else torch.bfloat16)
+                params = GroupedParams(grouped(experts, num_experts), n, k, pairs_of_row, x.data_ptr())
+                params.weights, params.bias, params.y = weights.data_ptr(), address(bias), y.data_ptr()
+                params.f32 = f32
+                check(LIBRARY.phsa_ops_grouped(ctypes.byref(params)))
+                of_pair = experts.flatten().long()
+                want = torch.empty(pairs, n, device=CUDA, dtype=torch.float64)
+                rows = x.double().repeat_interleave(pairs_of_row, 0)
+                for expert in range(num_experts):
+                    mine = of_pair == expert
+                    want[mine] = rows[mine] @ weights[expert].double().T + (bias[expert].double() if f32 else 0)
+                error = (y.double() - want).abs() - (0 if f32 else BF16) * want.abs()
+                name = f"{m} rows of {k} to {n}, {taken} of {num_experts} experts, f32 {f32}, {pairs_of_row} a row"
+                assert error.max().item() <= 1e-5 * max(1.0, want.abs().max().item()), name
+                # Alone, a row has the same bits, where its tile has the same size.
+                if f32 and pairs_of_row == taken and m == 16:
+                    alone = torch.full_like(y[:taken], math.nan)
+                    one = experts[:1].contiguous()
+                    params = GroupedParams(grouped(one, num_experts), n, k, taken, x.data_ptr())
+                    params.weights, params.bias, params.y = weights.data_ptr(), address(bias), alone.data_ptr()
+                    params.f32 = True
+                    check(LIBRARY.phsa_ops_grouped(ctypes.byref(params)))
+                    assert torch.equal(alone, y[:taken]), name
+
+
+def test_what_experts_give_is_weighed_and_added():
+    for m, dim, taken in ((1, 64, 2), (37, 2048, 8), (200, 136, 4)):
+        x, weights = torch.randn(m * taken, dim, device=CUDA), torch.rand(m, taken, device=CUDA)
+        sums = (x.double().view(m, taken, dim) * weights.double()[..., None]).sum(1) * 0.37
+        for add in (False, True):
+            y = torch.randn(m, dim, device=CUDA)
+            want = sums + (y.double() if add else 0)
+            params = CombineParams(m, dim, taken, x.data_ptr(), weights.data_ptr(), 0.37, add, y.data_ptr())
+            check(LIBRARY.phsa_ops_combine(ctypes.byref(params)))
+            assert (y.double() - want).abs().max().item() < 1e-5
 
 
 def test_f16_becomes_bf16_in_place():

@@ -29,6 +29,9 @@ std::string Unavailable();
 // the attention's settings is not judged here: plans for CUDA do that. Asks no device.
 std::string Unsupported(const ModelSource& source, const BackendOptions& options);
 
+// The same of the shapes alone; in builds without CUDA, too.
+std::string UnsupportedModel(const ModelConfig& config, const BackendOptions& options);
+
 // Bytes of device memory; `available` is what the device has now. The workspace counts what the attention takes at most
 // with the longest texts that the kernels read.
 BackendSizes Sizes(const ModelSource& source, const BackendOptions& options);

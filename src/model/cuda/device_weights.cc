@@ -74,7 +74,7 @@ void SendMatrix(const ModelTensor& tensor, const ModelSource& source, const Pack
           }
         },
         &job);
-    const size_t row_bytes = cols * (groups > 0 ? sizeof(uint8_t) : sizeof(uint16_t));
+    const size_t row_bytes = groups > 0 ? cols : PackedRowBytes(place.type, tensor.cols);
     staging.Send(place.data + job.first * row_bytes, job.to.data, job.count * row_bytes);
     if (groups > 0) {
       staging.Send(place.scales + job.first * groups, job.to.scales, job.count * groups * sizeof(uint16_t));
@@ -84,7 +84,8 @@ void SendMatrix(const ModelTensor& tensor, const ModelSource& source, const Pack
 }
 
 void SendVector(const ModelTensor& tensor, const ModelConfig& config, const PackedRows& place, Staging& staging) {
-  const std::vector<float> ours = ReadVector(tensor, config);
+  std::vector<float> ours = ReadVector(tensor, config);
+  for (float& value : ours) value *= place.scale;
   uint8_t* const memory = staging.Next();
   if (place.type == WeightType::kF32) {
     std::ranges::copy(ours, reinterpret_cast<float*>(memory));

@@ -61,6 +61,37 @@ MatrixView WeightLayout::Take(const std::vector<Part>& parts, int64_t cols, Weig
   return {all.data, all.scales, all.factors};
 }
 
+DeviceLayer::Experts WeightLayout::TakeExperts(const ModelConfig& config, int32_t layer) {
+  const LayerNames& names = ArchitectureOf(config).names;
+  const int64_t hidden = config.hidden, width = config.expert_width;
+  std::vector<Part> gate_up, gate_up_bias, down, down_bias;
+  for (int32_t e = 0; e < config.num_experts; ++e) {
+    for (const TensorName& half : {names.expert_gate, names.expert_up}) {
+      gate_up.push_back({ExpertTensor(layer, e, half) + ".weight", width});
+      gate_up_bias.push_back({ExpertTensor(layer, e, half) + ".bias", width});
+    }
+    down.push_back({ExpertTensor(layer, e, names.expert_down) + ".weight", hidden});
+    down_bias.push_back({ExpertTensor(layer, e, names.expert_down) + ".bias", hidden});
+  }
+  const std::string router = fmt::format("model.layers.{}.{}", layer, names.router.hugging_face);
+  const auto vector = [&](const std::vector<Part>& parts) {
+    return static_cast<const float*>(Take(parts, 1, WeightType::kF32).data);
+  };
+  DeviceLayer::Experts experts;
+  experts.router =
+      static_cast<const float*>(Take({{router + ".weight", config.num_experts}}, hidden, WeightType::kF32).data);
+  experts.router_bias = vector({{router + ".bias", config.num_experts}});
+  experts.gate_up = Take(gate_up, hidden, WeightType::kBf16).data;
+  experts.gate_up_bias = vector(gate_up_bias);
+  experts.down = Take(down, width, WeightType::kBf16).data;
+  experts.down_bias = vector(down_bias);
+  return experts;
+}
+
+float HalfScale(const ModelConfig& config, const float* post_norm) {
+  return post_norm != nullptr ? 1.0f : config.residual_scale;
+}
+
 WeightLayout::WeightLayout(const ModelSource& source, WeightsMode mode, uint8_t* memory) : memory_(memory) {
   const ModelConfig& config = source.config();
   for (const ModelTensor& tensor : ModelTensors(source)) names_.insert(tensor.name);
@@ -74,24 +105,38 @@ WeightLayout::WeightLayout(const ModelSource& source, WeightsMode mode, uint8_t*
   Take({{"model.embed_tokens.weight", vocab}}, hidden, WeightType::kBf16);
   Take({{"lm_head.weight", vocab}}, hidden, WeightType::kBf16);
   f32("model.norm.weight", hidden);
+  const LayerNames& names = ArchitectureOf(config).names;
   for (int32_t i = 0; i < config.num_layers; ++i) {
-    const std::string at = fmt::format("model.layers.{}.", i);
-    const std::string q_proj = at + "self_attn.q_proj.", k_proj = at + "self_attn.k_proj.",
-                      v_proj = at + "self_attn.v_proj.", o_proj = at + "self_attn.o_proj.",
-                      gate = at + "mlp.gate_proj.", up = at + "mlp.up_proj.", down = at + "mlp.down_proj.";
+    const auto weight = [&](TensorName name) { return fmt::format("model.layers.{}.{}.weight", i, name.hugging_face); };
+    const auto bias = [&](TensorName name) { return fmt::format("model.layers.{}.{}.bias", i, name.hugging_face); };
+    const auto scaled = [&](const std::string& name, float scale) {
+      if (const auto found = places.find(name); found != places.end()) found->second.scale = scale;
+    };
     DeviceLayer layer;
-    layer.attention_norm = f32(at + "input_layernorm.weight", hidden);
-    layer.qkv = Take({{q_proj + "weight", q}, {k_proj + "weight", kv}, {v_proj + "weight", kv}}, hidden, of_layers);
-    layer.qkv_bias = bf16({{q_proj + "bias", q}, {k_proj + "bias", kv}, {v_proj + "bias", kv}});
-    layer.q_norm = f32(at + "self_attn.q_norm.weight", config.head_dim);
-    layer.k_norm = f32(at + "self_attn.k_norm.weight", config.head_dim);
-    layer.o = Take({{o_proj + "weight", hidden}}, q, of_layers);
-    layer.o_bias = f32(o_proj + "bias", hidden);
-    layer.mlp_norm = f32(at + "post_attention_layernorm.weight", hidden);
-    layer.gate_up = Take({{gate + "weight", intermediate}, {up + "weight", intermediate}}, hidden, of_layers);
-    layer.gate_up_bias = bf16({{gate + "bias", intermediate}, {up + "bias", intermediate}});
-    layer.down = Take({{down + "weight", hidden}}, intermediate, of_layers);
-    layer.down_bias = f32(down + "bias", hidden);
+    layer.attention_norm = f32(weight(names.attention_norm), hidden);
+    layer.qkv = Take({{weight(names.q), q}, {weight(names.k), kv}, {weight(names.v), kv}}, hidden, of_layers);
+    layer.qkv_bias = bf16({{bias(names.q), q}, {bias(names.k), kv}, {bias(names.v), kv}});
+    layer.q_norm = f32(weight(names.q_norm), config.head_dim);
+    layer.k_norm = f32(weight(names.k_norm), config.head_dim);
+    layer.o = Take({{weight(names.o), hidden}}, q, of_layers);
+    layer.o_bias = f32(bias(names.o), hidden);
+    layer.sinks = f32(fmt::format("model.layers.{}.{}", i, names.sinks.hugging_face), config.num_q_heads);
+    layer.attention_post_norm = f32(weight(names.attention_post_norm), hidden);
+    layer.mlp_norm = f32(weight(names.mlp_norm), hidden);
+    if (config.Layer(i).experts) {
+      layer.experts = TakeExperts(config, i);
+    } else {
+      layer.gate_up = Take({{weight(names.gate), intermediate}, {weight(names.up), intermediate}}, hidden, of_layers);
+      layer.gate_up_bias = bf16({{bias(names.gate), intermediate}, {bias(names.up), intermediate}});
+      layer.down = Take({{weight(names.down), hidden}}, intermediate, of_layers);
+      layer.down_bias = f32(bias(names.down), hidden);
+    }
+    layer.mlp_post_norm = f32(weight(names.mlp_post_norm), hidden);
+    // The sum is scaled with its bias.
+    const bool attention_normed = names_.contains(weight(names.attention_post_norm)),
+               mlp_normed = names_.contains(weight(names.mlp_post_norm));
+    scaled(attention_normed ? weight(names.attention_post_norm) : bias(names.o), config.residual_scale);
+    scaled(mlp_normed ? weight(names.mlp_post_norm) : bias(names.down), config.residual_scale);
     layers.push_back(layer);
   }
   for (const std::string& name : names_) PHSA_CHECK(places.contains(name));
@@ -132,7 +177,9 @@ void PackRow(const ModelTensor& tensor, const ModelConfig& config, const Adapter
     const float* const a = delta.a.data() + j * width;
     for (size_t column = 0; column < width; ++column) values[column] += factor * a[column];
   }
-  if (to.type == WeightType::kInt8) {
+  if (to.type == WeightType::kF32) {
+    std::ranges::copy(values, reinterpret_cast<float*>(data));
+  } else if (to.type == WeightType::kInt8) {
     finish_int8(QuantizeInt8(values.data(), static_cast<int32_t>(width), codes.data(), to.scales + at * groups));
   } else {
     PHSA_CHECK(to.type == WeightType::kBf16);

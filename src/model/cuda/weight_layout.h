@@ -23,12 +23,26 @@ struct DeviceLayer {
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head_dim]
   MatrixView o;                                      // [hidden][heads · head_dim]
   const float* o_bias = nullptr;
-  const float* mlp_norm = nullptr;  // [hidden]
-  MatrixView gate_up;               // [2 · intermediate][hidden]
+  const float* sinks = nullptr;                                     // [heads]
+  const float *attention_post_norm = nullptr, *mlp_norm = nullptr;  // [hidden]
+  MatrixView gate_up;                                               // [2 · intermediate][hidden]
   const void* gate_up_bias = nullptr;
   MatrixView down;  // [hidden][intermediate]
   const float* down_bias = nullptr;
+  // In place of those, in a layer with experts.
+  struct Experts {
+    const float *router = nullptr, *router_bias = nullptr;  // [experts][hidden], [experts]
+    const void* gate_up = nullptr;                          // bf16 [experts][2 · width][hidden]
+    const float* gate_up_bias = nullptr;                    // [experts][2 · width]
+    const void* down = nullptr;                             // bf16 [experts][hidden][width]
+    const float* down_bias = nullptr;                       // [experts][hidden]
+  } experts;
+  const float* mlp_post_norm = nullptr;  // [hidden]
 };
+
+// What the two halves of a layer are multiplied by before they are added to the residual stream. Where a norm comes
+// before, it has that in it.
+float HalfScale(const ModelConfig& config, const float* post_norm);
 
 // Rows of a tensor one behind the other: in their place, or on their way to it.
 struct PackedRows {
@@ -36,13 +50,15 @@ struct PackedRows {
   uint8_t* data = nullptr;              // [rows][cols]; int8: codes plus 128
   uint16_t* scales = nullptr;           // int8: f16 [rows][cols / kWeightGroup]
   float* factors = nullptr;             // int8: [rows]
+  float scale = 1;                      // of a vector: what its numbers are multiplied by on their way
 };
 
 // Bytes of one row, scales and factor included.
 size_t PackedRowBytes(WeightType type, int64_t cols);
 
 // The memory of all weights. Products that read the same x lie side by side. With WeightsMode::kInt8 the matrices of
-// the layers are int8; the embedding, which is looked up, and the lm_head, which is one product, stay bf16.
+// the layers are int8; the embedding, which is looked up, and the lm_head, which is one product, stay bf16, a router
+// f32.
 class WeightLayout {
  public:
   // `memory`: aligned to 256; null where nothing but sizes are wanted.
@@ -62,6 +78,7 @@ class WeightLayout {
   // Memory for these tensors, one behind the other; null where the model has none of them.
   MatrixView Take(const std::vector<Part>& parts, int64_t cols, WeightType type);
   uint8_t* TakeBytes(size_t count);
+  DeviceLayer::Experts TakeExperts(const ModelConfig& config, int32_t layer);
 
   uint8_t* memory_;
   std::set<std::string> names_;  // of the tensors that the model has

@@ -181,8 +181,8 @@ void Linear::Multiply(const LinearParams& p) {
                                          sizeof(p.bias)),
               "a matrix product");
   }
-  const float one = 1, beta = p.result == LinearParams::Result::kAddToF32 ? 1 : 0;
-  CheckBlas(lib.Matmul(impl_->handle.get(), product.description.get(), &one, p.weights, product.weights.get(), p.x,
+  const float alpha = p.scale, beta = p.result == LinearParams::Result::kAddToF32 ? 1 : 0;
+  CheckBlas(lib.Matmul(impl_->handle.get(), product.description.get(), &alpha, p.weights, product.weights.get(), p.x,
                        product.x.get(), &beta, p.y, product.y.get(), p.y, product.y.get(), &product.algorithm,
                        impl_->workspace.data(), impl_->workspace.size(), impl_->stream),
             "a matrix product");

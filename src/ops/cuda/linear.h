@@ -14,7 +14,7 @@ namespace phsa::cuda {
 // Why there is no cuBLASLt, in half a sentence that says what to do; empty: it is there.
 std::string LinearUnavailable();
 
-// y = x · weightsᵀ + bias, or y += that. All addresses are multiples of 256, k one of 8.
+// y = scale · x · weightsᵀ + bias, or y += that. All addresses are multiples of 256, k one of 8.
 struct LinearParams {
   int32_t m = 0, n = 0, k = 0;
   const void* x = nullptr;        // bf16 [m][k]
@@ -22,6 +22,7 @@ struct LinearParams {
   const void* bias = nullptr;     // [n] in the type of y, or null
   void* y = nullptr;              // [m][y_stride]
   int64_t y_stride = 0;
+  float scale = 1;
   enum class Result : uint8_t { kBf16, kF32, kAddToF32 } result = Result::kBf16;
 };
 

@@ -5,111 +5,12 @@
 
 #include <algorithm>
 
+#include "ops/cuda/device.cuh"
+
 namespace phsa::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarp = 32;
-constexpr int kGroup = 32;  // columns of int8 weights that share a scale
-
-unsigned Blocks(int64_t items, int per_block) { return static_cast<unsigned>((items + per_block - 1) / per_block); }
-
-// Eight elements of 2 bytes: what a thread loads and stores at a time.
-template <typename T>
-struct Eight;
-template <>
-struct Eight<__nv_bfloat16> {
-  static __device__ float2 Unpack(uint32_t x) { return __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(x)); }
-  static __device__ uint32_t Pack(float x, float y) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-};
-template <>
-struct Eight<__half> {
-  static __device__ float2 Unpack(uint32_t x) { return __half22float2(reinterpret_cast<__half2&>(x)); }
-  static __device__ uint32_t Pack(float x, float y) {
-    const __half2 pair = __floats2half2_rn(x, y);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-};
-
-template <typename T>
-__device__ __forceinline__ void Unpack(const uint4& words, float (&x)[8]) {
-  const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = Eight<T>::Unpack(word[i]);
-    x[2 * i] = pair.x;
-    x[2 * i + 1] = pair.y;
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void Load(const T* from, float (&x)[8]) {
-  Unpack<T>(*reinterpret_cast<const uint4*>(from), x);
-}
-
-__device__ __forceinline__ void Load(const float* from, float (&x)[8]) {
-  *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(from);
-  *reinterpret_cast<float4*>(x + 4) = *reinterpret_cast<const float4*>(from + 4);
-}
-
-template <typename T>
-__device__ __forceinline__ void Store(const float (&x)[8], T* to) {
-  uint32_t word[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) word[i] = Eight<T>::Pack(x[2 * i], x[2 * i + 1]);
-  *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
-}
-
-// 16 codes of int8 weights, as numbers without their scale. A byte in the low bits of 2^23 is 2^23 + the byte: a
-// permutation and a subtraction, where converting integers has a sixteenth of their rate.
-__device__ __forceinline__ void UnpackCodes(const uint4& words, float (&x)[16]) {
-  const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    x[i] = __uint_as_float(__byte_perm(word[i / 4], 0x4b000000u, 0x7540u + i % 4)) - ((1 << 23) + 128);
-  }
-}
-
-__device__ __forceinline__ float Scale(const uint16_t* from) {
-  return __half2float(*reinterpret_cast<const __half*>(from));
-}
-
-__device__ __forceinline__ float Silu(float x) { return x / (1.0f + __expf(-x)); }
-
-__device__ __forceinline__ float WarpSum(float x) {
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
-
-__device__ __forceinline__ float WarpMax(float x) {
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-  return x;
-}
-
-// Over the thread block, in one order. `shared` has room for a float of each warp, and is free again after the next
-// barrier.
-__device__ float BlockSum(float x, float* shared) {
-  x = WarpSum(x);
-  if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = x;
-  __syncthreads();
-  float sum = 0;
-  for (unsigned i = 0; i < blockDim.x / kWarp; ++i) sum += shared[i];
-  return sum;
-}
-
-__device__ float BlockMax(float x, float* shared) {
-  x = WarpMax(x);
-  if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = x;
-  __syncthreads();
-  float most = shared[0];
-  for (unsigned i = 1; i < blockDim.x / kWarp; ++i) most = fmaxf(most, shared[i]);
-  return most;
-}
+using namespace ops;  // NOLINT: what all of these kernels are made of
 
 // One thread block per row.
 __global__ __launch_bounds__(kThreads) void KeepKernel(KeepParams p) {
@@ -130,7 +31,7 @@ constexpr int kNormThreads = 512;
 
 template <From kFrom>
 __global__ __launch_bounds__(kNormThreads) void NormKernel(NormParams p, const int32_t* rows,
-                                                           const __nv_bfloat16* embedding) {
+                                                           const __nv_bfloat16* embedding, float factor) {
   __shared__ float shared[kNormThreads / kWarp];
   const int64_t row = blockIdx.x;
   float* const x = p.x + (kFrom == From::kNamedRow ? int64_t{rows[row]} : row) * p.dim;
@@ -140,6 +41,8 @@ __global__ __launch_bounds__(kNormThreads) void NormKernel(NormParams p, const i
   for (int i = static_cast<int>(threadIdx.x) * 8; i < p.dim; i += step) {
     if constexpr (kFrom == From::kEmbedding) {
       Load(source + i, values);
+#pragma unroll
+      for (float& value : values) value *= factor;
       *reinterpret_cast<float4*>(x + i) = *reinterpret_cast<const float4*>(values);
       *reinterpret_cast<float4*>(x + i + 4) = *reinterpret_cast<const float4*>(values + 4);
     } else {
@@ -159,12 +62,37 @@ __global__ __launch_bounds__(kNormThreads) void NormKernel(NormParams p, const i
   }
 }
 
+int NormThreads(int32_t dim) { return std::clamp((dim / 8 + kWarp - 1) / kWarp * kWarp, kWarp, kNormThreads); }
+
 template <From kFrom>
-cudaError_t LaunchNorm(const NormParams& p, const int32_t* rows, const void* embedding, cudaStream_t stream) {
-  const int threads = std::clamp((p.dim / 8 + kWarp - 1) / kWarp * kWarp, kWarp, kNormThreads);
-  NormKernel<kFrom>
-      <<<static_cast<unsigned>(p.m), threads, 0, stream>>>(p, rows, static_cast<const __nv_bfloat16*>(embedding));
+cudaError_t LaunchNorm(const NormParams& p, const int32_t* rows, const void* embedding, float factor,
+                       cudaStream_t stream) {
+  NormKernel<kFrom><<<static_cast<unsigned>(p.m), NormThreads(p.dim), 0, stream>>>(
+      p, rows, static_cast<const __nv_bfloat16*>(embedding), factor);
   return cudaGetLastError();
+}
+
+// One thread block per row.
+__global__ __launch_bounds__(kNormThreads) void AddNormKernel(AddNormParams p) {
+  __shared__ float shared[kNormThreads / kWarp];
+  const float* const y = p.y + int64_t{blockIdx.x} * p.dim;
+  float* const x = p.x + int64_t{blockIdx.x} * p.dim;
+  const int step = static_cast<int>(blockDim.x) * 8;
+  float values[8], sum = 0;
+  for (int i = static_cast<int>(threadIdx.x) * 8; i < p.dim; i += step) {
+    Load(y + i, values);
+#pragma unroll
+    for (const float value : values) sum += value * value;
+  }
+  const float scale = rsqrtf(BlockSum(sum, shared) / static_cast<float>(p.dim) + p.eps);
+  for (int i = static_cast<int>(threadIdx.x) * 8; i < p.dim; i += step) {
+    float weight[8], old[8];
+    Load(y + i, values);
+    Load(p.weight + i, weight);
+    Load(x + i, old);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[i + j] = old[j] + values[j] * scale * weight[j];
+  }
 }
 
 // A warp has one row of the weights, or a row of gate and the same of up. Its first pieces are on their way while the
@@ -182,7 +110,7 @@ constexpr int RowPieces(FewRowsParams::Result result, bool int8) {
 template <int kRows, FewRowsParams::Result kResult, bool kInt8>
 __global__ __launch_bounds__(kThreads) void FewRowsKernel(FewRowsParams p) {
   using Result = FewRowsParams::Result;
-  constexpr int kWarps = kThreads / kWarp, kMatrices = kResult == Result::kSiluMul ? 2 : 1;
+  constexpr int kWarps = kThreads / kWarp, kMatrices = kResult == Result::kGateMul ? 2 : 1;
   constexpr int kPieces = RowPieces(kResult, kInt8) / kMatrices;
   constexpr int kParts = kInt8 ? 2 : 1;  // pieces of x, 8 columns each, to one of the weights
   extern __shared__ uint4 x_pieces[];    // bf16 [kRows][kParts][pieces]: lanes side by side read side by side
@@ -217,7 +145,9 @@ __global__ __launch_bounds__(kThreads) void FewRowsKernel(FewRowsParams p) {
   // Lane r ends up with the sum of row r.
   float before = 0;
   if constexpr (kResult == Result::kAddToF32) {
-    if (mine && lane < kRows) before = static_cast<const float*>(p.y)[int64_t{lane} * p.n + column];
+    if (mine && lane < kRows && p.result == Result::kAddToF32) {
+      before = static_cast<const float*>(p.y)[int64_t{lane} * p.n + column];
+    }
   }
 
   if constexpr (kResult != Result::kAddToF32) {
@@ -303,6 +233,7 @@ __global__ __launch_bounds__(kThreads) void FewRowsKernel(FewRowsParams p) {
     if constexpr (kInt8) own[i] *= p.weights.factors[i * p.n + column];
   }
   if constexpr (kResult == Result::kAddToF32) {
+    own[0] *= p.scale;
     if (p.bias != nullptr) own[0] += static_cast<const float*>(p.bias)[column];
     static_cast<float*>(p.y)[at] = before + own[0];
   } else {
@@ -313,10 +244,10 @@ __global__ __launch_bounds__(kThreads) void FewRowsKernel(FewRowsParams p) {
       }
     }
     float result = own[0];
-    if constexpr (kResult == Result::kSiluMul) {
+    if constexpr (kResult == Result::kGateMul) {
       // Rounded as the halves are where they are written between two kernels.
       const float gate = __bfloat162float(__float2bfloat16_rn(own[0]));
-      result = Silu(gate) * __bfloat162float(__float2bfloat16_rn(own[1]));
+      result = Gated(p.gate, gate, __bfloat162float(__float2bfloat16_rn(own[1])));
     }
     static_cast<__nv_bfloat16*>(p.y)[at] = __float2bfloat16_rn(result);
   }
@@ -340,14 +271,6 @@ template <FewRowsParams::Result kResult>
 cudaError_t LaunchFewRows(const FewRowsParams& p, cudaStream_t stream) {
   if (!p.weights.is_int8()) return LaunchFewRows<kResult, false>(p, stream);
   return p.k % kGroup == 0 ? LaunchFewRows<kResult, true>(p, stream) : cudaErrorInvalidValue;
-}
-
-// c += a · b, with the fragments of mma.sync.m16n8k16.
-__device__ __forceinline__ void Mma(const uint32_t (&a)[4], uint32_t b0, uint32_t b1, float (&c)[4]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Codes 2 · pair and 2 · pair + 1 of a word as bf16, which holds them exactly: 128 plus the low 7 bits, less 128 or
@@ -437,9 +360,12 @@ __global__ __launch_bounds__(kTiles == 1 ? 512 : 256) void SomeRowsKernel(SomeRo
   for (int i = 0; i < kWarps; ++i) sum += shared[i][tile][y_row][thread % 8];
   sum *= p.weights.factors[column];
   const int64_t at = int64_t{y_row} * p.n + column;
-  if (p.add_to_f32) {
+  using Result = SomeRowsParams::Result;
+  if (p.result != Result::kBf16) {
+    sum *= p.scale;
     if (p.bias != nullptr) sum += static_cast<const float*>(p.bias)[column];
-    static_cast<float*>(p.y)[at] += sum;
+    float& y = static_cast<float*>(p.y)[at];
+    y = p.result == Result::kAddToF32 ? y + sum : sum;
   } else {
     if (p.bias != nullptr) sum += __bfloat162float(static_cast<const __nv_bfloat16*>(p.bias)[column]);
     static_cast<__nv_bfloat16*>(p.y)[at] = __float2bfloat16_rn(sum);
@@ -470,16 +396,24 @@ __global__ __launch_bounds__(kThreads) void RowsKernel(RowsParams p) {
   if (i == 0 && p.flags != nullptr && p.flag_rows[row] >= 0) p.pages[p.flag_rows[row]] = p.flags[row];
 }
 
+// The threads of a head, some of them idle where its size is no power of two: a warp has whole heads.
+constexpr int HeadLanes(int dim) {
+  int lanes = 1;
+  while (lanes * 16 < dim) lanes *= 2;
+  return lanes;
+}
+
 // A thread has 8 elements of a head's first half and the 8 that they turn with: kDim / 16 threads to a head.
 template <typename T, int kDim>
 __global__ __launch_bounds__(kThreads) void HeadsKernel(HeadsParams p) {
-  constexpr int kLanes = kDim / 16, kHalf = kDim / 2;
+  constexpr int kLanes = HeadLanes(kDim), kHalf = kDim / 2;
   const int heads = p.num_q_heads + 2 * p.num_kv_heads;
   const int64_t items = int64_t{p.m} * heads * kLanes;
   const int64_t mine = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   // Threads beyond the end take part in the sums below.
   const int64_t item = mine < items ? mine : items - 1;
-  const int lane = static_cast<int>(item % kLanes);
+  const bool idle = mine >= items || item % kLanes >= kDim / 16;
+  const int lane = item % kLanes < kDim / 16 ? static_cast<int>(item % kLanes) : 0;
   const int64_t row = item / kLanes / heads;
   const int head = static_cast<int>(item / kLanes - row * heads);
   const auto* const x = static_cast<const __nv_bfloat16*>(p.qkv) + (row * heads + head) * kDim + lane * 8;
@@ -492,6 +426,7 @@ __global__ __launch_bounds__(kThreads) void HeadsKernel(HeadsParams p) {
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) sum += low[i] * low[i] + high[i] * high[i];
+  if (idle && mine < items) sum = 0;
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   if (norm != nullptr) {
@@ -516,7 +451,7 @@ __global__ __launch_bounds__(kThreads) void HeadsKernel(HeadsParams p) {
       high[i] = b * cosine[i] + a * sine[i];
     }
   }
-  if (mine >= items) return;
+  if (idle) return;
   T* to;
   if (is_query) {
     to = static_cast<T*>(p.queries) + (row * p.num_q_heads + head) * kDim;
@@ -530,17 +465,23 @@ __global__ __launch_bounds__(kThreads) void HeadsKernel(HeadsParams p) {
   Store(high, to + kHalf + lane * 8);
 }
 
+template <typename T, int kDim>
+cudaError_t LaunchHeadsOf(const HeadsParams& p, cudaStream_t stream) {
+  const int64_t items = int64_t{p.m} * (p.num_q_heads + 2 * p.num_kv_heads) * HeadLanes(kDim);
+  HeadsKernel<T, kDim><<<Blocks(items, kThreads), kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
 template <typename T>
 cudaError_t LaunchHeads(const HeadsParams& p, cudaStream_t stream) {
-  const int64_t items = int64_t{p.m} * (p.num_q_heads + 2 * p.num_kv_heads) * (p.head_dim / 16);
-  if (p.head_dim == 64) {
-    HeadsKernel<T, 64><<<Blocks(items, kThreads), kThreads, 0, stream>>>(p);
-  } else if (p.head_dim == 128) {
-    HeadsKernel<T, 128><<<Blocks(items, kThreads), kThreads, 0, stream>>>(p);
-  } else {
-    return cudaErrorInvalidValue;
+  switch (p.head_dim) {
+    case 64: return LaunchHeadsOf<T, 64>(p, stream);
+    case 80: return LaunchHeadsOf<T, 80>(p, stream);
+    case 96: return LaunchHeadsOf<T, 96>(p, stream);
+    case 128: return LaunchHeadsOf<T, 128>(p, stream);
+    case 256: return LaunchHeadsOf<T, 256>(p, stream);
+    default: return cudaErrorInvalidValue;
   }
-  return cudaGetLastError();
 }
 
 __global__ __launch_bounds__(kThreads) void Bf16FromF16Kernel(void* x, int64_t count) {
@@ -567,8 +508,8 @@ __global__ __launch_bounds__(kThreads) void Bf16FromInt8Kernel(MatrixView weight
   }
 }
 
-__global__ __launch_bounds__(kThreads) void SiluMulKernel(const __nv_bfloat16* gate_up, int64_t items, int dim,
-                                                          __nv_bfloat16* out) {
+__global__ __launch_bounds__(kThreads) void GateMulKernel(GateParams p, const __nv_bfloat16* gate_up, int64_t items,
+                                                          int dim, __nv_bfloat16* out) {
   const int64_t item = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (item >= items) return;
   const int64_t row = item / (dim / 8);
@@ -577,7 +518,7 @@ __global__ __launch_bounds__(kThreads) void SiluMulKernel(const __nv_bfloat16* g
   Load(gate_up + row * 2 * dim + at, gate);
   Load(gate_up + row * 2 * dim + dim + at, up);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) gate[i] = Silu(gate[i]) * up[i];
+  for (int i = 0; i < 8; ++i) gate[i] = Gated(p, gate[i], up[i]);
   Store(gate, out + row * dim + at);
 }
 
@@ -736,11 +677,11 @@ __global__ __launch_bounds__(kThreads) void TopOfRowKernel(TopParams p, const To
 
 cudaError_t KernelsRun() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, SiluMulKernel);
+  return cudaFuncGetAttributes(&attributes, GateMulKernel);
 }
 
 cudaError_t RmsNorm(const NormParams& params, cudaStream_t stream) {
-  return LaunchNorm<From::kRow>(params, nullptr, nullptr, stream);
+  return LaunchNorm<From::kRow>(params, nullptr, nullptr, 1, stream);
 }
 
 cudaError_t KeepRows(const KeepParams& params, cudaStream_t stream) {
@@ -749,11 +690,17 @@ cudaError_t KeepRows(const KeepParams& params, cudaStream_t stream) {
 }
 
 cudaError_t RmsNormOfRows(const NormParams& params, const int32_t* rows, cudaStream_t stream) {
-  return LaunchNorm<From::kNamedRow>(params, rows, nullptr, stream);
+  return LaunchNorm<From::kNamedRow>(params, rows, nullptr, 1, stream);
 }
 
-cudaError_t EmbedAndNorm(const NormParams& params, const void* embedding, const int32_t* tokens, cudaStream_t stream) {
-  return LaunchNorm<From::kEmbedding>(params, tokens, embedding, stream);
+cudaError_t EmbedAndNorm(const NormParams& params, const void* embedding, float scale, const int32_t* tokens,
+                         cudaStream_t stream) {
+  return LaunchNorm<From::kEmbedding>(params, tokens, embedding, scale, stream);
+}
+
+cudaError_t AddRmsNorm(const AddNormParams& params, cudaStream_t stream) {
+  AddNormKernel<<<static_cast<unsigned>(params.m), NormThreads(params.dim), 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 bool IsForFewRows(int32_t m, int32_t k) {
@@ -765,7 +712,8 @@ cudaError_t MultiplyFewRows(const FewRowsParams& params, cudaStream_t stream) {
   using Result = FewRowsParams::Result;
   switch (params.result) {
     case Result::kBf16: return LaunchFewRows<Result::kBf16>(params, stream);
-    case Result::kSiluMul: return LaunchFewRows<Result::kSiluMul>(params, stream);
+    case Result::kGateMul: return LaunchFewRows<Result::kGateMul>(params, stream);
+    case Result::kF32:
     case Result::kAddToF32: return LaunchFewRows<Result::kAddToF32>(params, stream);
   }
   return cudaErrorInvalidValue;
@@ -801,10 +749,11 @@ cudaError_t Bf16FromInt8(const MatrixView& weights, int32_t n, int32_t k, void* 
   return cudaGetLastError();
 }
 
-cudaError_t SiluMul(const void* gate_up, int32_t m, int32_t dim, void* out, cudaStream_t stream) {
-  const int64_t items = int64_t{m} * (dim / 8);
-  SiluMulKernel<<<Blocks(items, kThreads), kThreads, 0, stream>>>(static_cast<const __nv_bfloat16*>(gate_up), items,
-                                                                  dim, static_cast<__nv_bfloat16*>(out));
+cudaError_t GateMul(const GateParams& gate, const void* gate_up, int64_t m, int32_t dim, void* out,
+                    cudaStream_t stream) {
+  const int64_t items = m * (dim / 8);
+  GateMulKernel<<<Blocks(items, kThreads), kThreads, 0, stream>>>(gate, static_cast<const __nv_bfloat16*>(gate_up),
+                                                                  items, dim, static_cast<__nv_bfloat16*>(out));
   return cudaGetLastError();
 }
 

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ops/cuda/limits.h"
 #include "ops/cuda/matrix_view.h"
 
 namespace phsa::cuda {
@@ -30,8 +31,29 @@ struct NormParams {
 cudaError_t RmsNorm(const NormParams& params, cudaStream_t stream);
 // The same for the rows that `rows` names: row i of out is the norm of row rows[i] of x.
 cudaError_t RmsNormOfRows(const NormParams& params, const int32_t* rows, cudaStream_t stream);
-// Writes x first: row r becomes row tokens[r] of embedding [vocab][dim] (bf16).
-cudaError_t EmbedAndNorm(const NormParams& params, const void* embedding, const int32_t* tokens, cudaStream_t stream);
+// Writes x first: row r becomes row tokens[r] of embedding [vocab][dim] (bf16), times `scale`.
+cudaError_t EmbedAndNorm(const NormParams& params, const void* embedding, float scale, const int32_t* tokens,
+                         cudaStream_t stream);
+
+// x[m][dim] += y / sqrt(mean(y²) + eps) · weight[dim]: a norm behind a product, all f32.
+struct AddNormParams {
+  int32_t m, dim;
+  const float* y;       // [m][dim]
+  const float* weight;  // [dim]
+  float eps;
+  float* x;  // [m][dim], the residual stream
+};
+cudaError_t AddRmsNorm(const AddNormParams& params, cudaStream_t stream);
+
+// What joins the two halves of an MLP.
+struct GateParams {
+  enum class Kind : int32_t {
+    kSilu,          // silu(gate) · up
+    kGeluTanh,      // gelu(gate) · up, by the tangent
+    kClampedSwiglu  // g · sigmoid(alpha · g) · (u + 1), of a gate up to `limit` and an up within ±limit
+  } kind;
+  float alpha, limit;  // of kClampedSwiglu
+};
 
 // Rows of two arrays that `rows` [m] names, one behind the other: row i of kept_x is row rows[i] of x, and so on.
 struct KeepParams {
@@ -50,16 +72,19 @@ inline constexpr int32_t kFewRows = 4;
 struct FewRowsParams {
   enum class Result : int32_t {
     kBf16,      // y = norm(x) · weightsᵀ + bias
-    kSiluMul,   // y = silu(gate) · up, of such products; weights [2 · n][k]: those of gate, then those of up
-    kAddToF32,  // y += x · weightsᵀ + bias
+    kGateMul,   // y = gate of such products; weights [2 · n][k]: those of gate, then those of up
+    kAddToF32,  // y += scale · x · weightsᵀ + bias
+    kF32,       // y = that
   } result;
   int32_t m, n, k;  // m up to kFewRows; int8: k a multiple of 32
   MatrixView weights;
-  const void* bias;   // [n], kSiluMul: [2][n], in the type of y; or null
-  const void* x;      // [m][k]: f32, the residual stream, which is normed and rounded to bf16 first; kAddToF32: bf16
-  const float* norm;  // [k]; not read by kAddToF32
+  const void* bias;   // [n], kGateMul: [2][n], in the type of y; or null
+  const void* x;      // [m][k]: f32, the residual stream, which is normed and rounded to bf16 first; to f32: bf16
+  const float* norm;  // [k]; not read where y is f32
   float eps;
-  void* y;  // [m][n]: bf16; kAddToF32: f32
+  void* y;          // [m][n]: bf16 or f32
+  float scale;      // not read where y is bf16
+  GateParams gate;  // of kGateMul
 };
 // Whether there is such a kernel for the shape; else it is for cuBLASLt.
 bool IsForFewRows(int32_t m, int32_t k);
@@ -74,7 +99,12 @@ struct SomeRowsParams {
   const void* bias;    // [n] in the type of y, or null
   const void* x;       // bf16 [m][k]
   void* y;             // [m][n]
-  bool add_to_f32;     // y is f32 and is added to; else it is bf16
+  enum class Result : int32_t {
+    kBf16,      // y = x · weightsᵀ + bias
+    kF32,       // y = scale · x · weightsᵀ + bias
+    kAddToF32,  // y += that
+  } result;
+  float scale;
 };
 bool IsForSomeRows(const SomeRowsParams& params);
 cudaError_t MultiplySomeRows(const SomeRowsParams& params, cudaStream_t stream);
@@ -97,7 +127,7 @@ cudaError_t PrepareRows(const RowsParams& params, cudaStream_t stream);
 // halves, and the step's keys and values into the cache.
 struct HeadsParams {
   int32_t m, num_q_heads, num_kv_heads;
-  int32_t head_dim;              // 64 or 128
+  int32_t head_dim;              // of kHeadDims
   const void* qkv;               // bf16 [m][(q heads + 2 · kv heads) · head_dim]
   const float* cos_sin;          // [m][2][head_dim / 2]
   const float *q_norm, *k_norm;  // [head_dim] or null
@@ -116,12 +146,12 @@ cudaError_t Bf16FromF16(void* x, int64_t count, cudaStream_t stream);
 // int8 weights [n][k] rounded to bf16, for products of more rows than those above take: out [n][k].
 cudaError_t Bf16FromInt8(const MatrixView& weights, int32_t n, int32_t k, void* out, cudaStream_t stream);
 
-// out[m][dim] = silu(gate) · up, of gate_up[m][2][dim]; all bf16.
-cudaError_t SiluMul(const void* gate_up, int32_t m, int32_t dim, void* out, cudaStream_t stream);
+// out[m][dim] = the gate of gate_up[m][2][dim]; all bf16.
+cudaError_t GateMul(const GateParams& gate, const void* gate_up, int64_t m, int32_t dim, void* out,
+                    cudaStream_t stream);
 
 // The most likely tokens of a row of logits, and what makes them probabilities. Ties go to the lower token.
 inline constexpr int32_t kTopLogits = 64;
-inline constexpr int32_t kMaxTopVocab = 1 << 18;
 struct TopLogits {
   double log_sum_exp;  // no finite number where a logit is none
   float asked;         // the logit of TopParams::asked
