@@ -42,9 +42,13 @@ Blocks BlocksOf(const Product& product, int32_t cols) {
   return {(groups + each - 1) / each, each};
 }
 
+int64_t BlockBytes(const Product& product, int32_t groups) {
+  return RoundUp(int64_t{groups} * product.group_bytes, product.row_align);
+}
+
 int64_t RowBytes(const Product& product, int32_t cols) {
   const Blocks blocks = BlocksOf(product, cols);
-  return int64_t{blocks.count} * blocks.groups * product.group_bytes;
+  return blocks.count * BlockBytes(product, blocks.groups);
 }
 
 bool ConvertsAlone(int32_t m, int32_t cols) { return int64_t{m} * cols <= kConvertAlone; }
@@ -167,7 +171,7 @@ void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activati
   call.outputs = outputs;
   call.product = &ProductOf(weights.type(), activations);
   call.block_groups = BlocksOf(*call.product, call.cols).groups;
-  call.block_bytes = int64_t{call.block_groups} * call.product->group_bytes;
+  call.block_bytes = BlockBytes(*call.product, call.block_groups);
   call.layout = ops::LayoutOf(weights.type(), weights.cols());
   call.alone = ConvertsAlone(m, call.cols);
   call.done = static_cast<bool*>(workspace);
@@ -189,7 +193,7 @@ void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activati
   const int64_t row_bytes = call.product->convert == nullptr ? int64_t{4} * std::max(call.cols, 1) : call.block_bytes;
   const int64_t rows = std::clamp<int64_t>(kRowsCache / row_bytes, kMinRows, kMaxRows);
   const int64_t strips = (m + rows - 1) / rows;
-  call.rows_per_task = static_cast<int32_t>(RoundUp((m + strips - 1) / strips, 6));
+  call.rows_per_task = static_cast<int32_t>(RoundUp((m + strips - 1) / strips, call.product->tile_rows));
   const int32_t row_tasks = (m + call.rows_per_task - 1) / call.rows_per_task;
   int64_t panels = 0;
   for (const LinearOutput& output : outputs) panels += NumPanels(output);

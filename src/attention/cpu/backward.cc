@@ -178,7 +178,7 @@ class HeadGradients {
       kernels_.softmax_gradient(s_.p_ptrs[i], s_.ds_ptrs[i], panels * kPanel, plan_.scale * kLog2E, s_.offset[row],
                                 s_.delta[row], plan_.scale);
     }
-    kernels_.f32.accumulate(reinterpret_cast<const uint32_t* const*>(s_.ds_ptrs), n, hi - lo, keys, key_stride, d,
+    kernels_.f32.accumulate(reinterpret_cast<const uint32_t* const*>(s_.ds_ptrs), n, hi - lo, 1, keys, key_stride, d,
                             s_.d_query_ptrs);
     kernels_.accumulate_transposed(s_.ds_ptrs, s_.query_ptrs, n, hi - lo, d, d_keys_ + lo * d_key_stride_,
                                    d_key_stride_);

@@ -189,8 +189,8 @@ class TileAttention {
           static_cast<const uint32_t*>(At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, tile_.seq, lo, tile_.kv_head)));
       stride = kv_.v_token_stride;
     }
-    products_.accumulate(reinterpret_cast<const uint32_t* const*>(s_.score_ptrs + begin), end - begin, words, values,
-                         stride, plan_.head_dim, s_.sum_ptrs + begin);
+    products_.accumulate(reinterpret_cast<const uint32_t* const*>(s_.score_ptrs + begin), end - begin, words, 16,
+                         values, stride, plan_.head_dim, s_.sum_ptrs + begin);
   }
 
   void Softmax(int32_t row, int32_t n) {
@@ -266,10 +266,13 @@ class TileAttention {
                               s_.values + int64_t{i} * words * plan_.head_dim);
       }
       for (int32_t r = 0; r < rows_; ++r) s_.list_scores[r] = s_.score_ptrs[r] + j * words;
-      products_.accumulate(reinterpret_cast<const uint32_t* const*>(s_.list_scores), rows_, n * words, s_.values,
-                           plan_.head_dim, plan_.head_dim, s_.sum_ptrs);
+      products_.accumulate(reinterpret_cast<const uint32_t* const*>(s_.list_scores), rows_, n * words, BlockStep(),
+                           s_.values, plan_.head_dim, plan_.head_dim, s_.sum_ptrs);
     }
   }
+
+  // Words of a chosen block that are added up before they join the rest, whether blocks come one by one or together.
+  int BlockStep() const { return std::min(16, plan_.block / products_.per_word); }
 
   // scores of the block's keys with the rows that chose it, each at its place in its row.
   void ScoreBlock(const BlockLists& blocks, int32_t block) {
@@ -319,8 +322,8 @@ class TileAttention {
         s_.list_sums[n] = s_.sum_ptrs[r];
       }
     });
-    products_.accumulate(reinterpret_cast<const uint32_t* const*>(s_.list_scores), n, words, values, stride,
-                         plan_.head_dim, s_.list_sums);
+    products_.accumulate(reinterpret_cast<const uint32_t* const*>(s_.list_scores), n, words, BlockStep(), values,
+                         stride, plan_.head_dim, s_.list_sums);
   }
 
   void Store() {

@@ -325,8 +325,8 @@ void Dot(const uint32_t* const* a, int rows, const uint32_t* panels, int num_pan
                      int64_t{words} * kPanel, kPanel, words, c, num_panels * kPanel);
 }
 
-void Accumulate(const uint32_t* const* p, int rows, int words, const uint32_t* values, int64_t stride, int columns,
-                float* const* o) {
+void Accumulate(const uint32_t* const* p, int rows, int words, int /*step*/, const uint32_t* values, int64_t stride,
+                int columns, float* const* o) {
   TileColumns<true>(reinterpret_cast<const float* const*>(p), rows, reinterpret_cast<const float*>(values), kPanel,
                     stride, words, o, columns);
 }
@@ -668,6 +668,12 @@ std::vector<const Kernels*> AvailableKernels() {
           Kernels with_bf16 = kernels;
           with_bf16.name = "avx3_bf16";
           with_bf16.bf16 = bf16;
+          if (const Products* amx = AmxProducts(); amx != nullptr) {
+            Kernels with_amx = kernels;
+            with_amx.name = "avx3_amx";
+            with_amx.bf16 = amx;
+            all.push_back(with_amx);
+          }
           all.push_back(with_bf16);
         }
       }

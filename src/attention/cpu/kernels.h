@@ -9,8 +9,9 @@
 //   values  [key word][column]  rows of V, one word per column; the operand of `accumulate`. For f32 it is V itself.
 //
 // Every sum runs in one fixed order: dots over words, accumulations over keys, both from the first to the last with one
-// accumulator per result. How many rows or panels a call takes therefore changes no bit of any result, which is what
-// makes the attention independent of chunks, batches and threads.
+// accumulator per result (tiles: the even and the odd elements of 16 words or a `step` first, then their sum into it).
+// How many rows or panels a call takes therefore changes no bit of any result, which is what makes the attention
+// independent of chunks, batches and threads.
 #ifndef PHSA_ATTENTION_CPU_KERNELS_H_
 #define PHSA_ATTENTION_CPU_KERNELS_H_
 
@@ -31,9 +32,10 @@ struct Products {
   void (*pack_values)(const void* src, int64_t stride, int32_t dtype, int rows, int columns, uint32_t* dst);
   // c[r][16 p + i] = Σ_w a[r][w] · panels[p][w][i]: rows × panels dot products. A panel has `words` · 16 words.
   void (*dot)(const uint32_t* const* a, int rows, const uint32_t* panels, int num_panels, int words, float* const* c);
-  // o[r][c] += Σ_j p[r][j] · values[j][c] over `words` words of p; `stride` words between rows of values.
-  void (*accumulate)(const uint32_t* const* p, int rows, int words, const uint32_t* values, int64_t stride, int columns,
-                     float* const* o);
+  // o[r][c] += Σ_j p[r][j] · values[j][c] over `words` words of p; `stride` words between rows of values. Where an
+  // instruction adds up several words before they join o, these are `step` words from a multiple of it on, 16 at most.
+  void (*accumulate)(const uint32_t* const* p, int rows, int words, int step, const uint32_t* values, int64_t stride,
+                     int columns, float* const* o);
   // One step of the running softmax over s[0, n), n a multiple of 16: raises *max to cover s, replaces s by
   // 2^((s - max) · factor) as words, adds their sum to *sum (after scaling it) and returns the factor by which what was
   // accumulated so far must be scaled.
@@ -87,6 +89,8 @@ const Kernels& ActiveKernels();
 
 // The bf16 products of kernels_avx512bf16.cc, or null where the CPU (or this build) lacks the instructions.
 const Products* Avx512Bf16Products();
+// The same with dot and accumulate on matrix tiles (kernels_amx.cc), or null.
+const Products* AmxProducts();
 
 inline const Products& ProductsFor(const Kernels& kernels, bool bf16) {
   return bf16 && kernels.bf16 != nullptr ? *kernels.bf16 : kernels.f32;

@@ -95,8 +95,8 @@ void Dot(const uint32_t* const* a, int rows, const uint32_t* panels, int num_pan
   TileColumns<false>(a, rows, panels, int64_t{words} * kPanel, kPanel, words, c, num_panels);
 }
 
-void Accumulate(const uint32_t* const* p, int rows, int words, const uint32_t* values, int64_t stride, int columns,
-                float* const* o) {
+void Accumulate(const uint32_t* const* p, int rows, int words, int /*step*/, const uint32_t* values, int64_t stride,
+                int columns, float* const* o) {
   TileColumns<true>(p, rows, values, 16, stride, words, o, columns / 16);
 }
 

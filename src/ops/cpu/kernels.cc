@@ -722,6 +722,11 @@ const std::vector<Kernels>& AvailableKernels() {
         Kernels most = more;
         if (AddAvx512Bf16(&most)) {
           most.name = "avx3_bf16";
+          Kernels tiles = most;
+          if (vnni && AddAmx(&tiles)) {
+            tiles.name = "avx3_amx";
+            all.push_back(tiles);
+          }
           all.push_back(most);
         }
         if (vnni) all.push_back(more);

@@ -87,6 +87,8 @@ struct Product {
   // is used as it is.
   void (*convert)(const float* x, int32_t cols, int32_t block_groups, uint8_t* out, int64_t block_stride);
   void (*multiply)(const Share& share);
+  int32_t row_align = 1;  // a block of a row takes a multiple of so many bytes
+  int32_t tile_rows = 6;  // rows of x that go by together
 };
 
 // 32 columns of a row of x as the integer instructions take them.
@@ -137,6 +139,7 @@ const Kernels& ActiveKernels();
 bool AddAvx2(Kernels* kernels);
 bool AddAvx512Vnni(Kernels* kernels);
 bool AddAvx512Bf16(Kernels* kernels);
+bool AddAmx(Kernels* kernels);
 
 }  // namespace phsa::ops
 
