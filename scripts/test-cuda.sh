@@ -20,17 +20,36 @@ for arch in $arches; do
   targets="$targets -gencode=arch=compute_$arch,code=sm_$arch"
 done
 
-# One object per source, several at a time; a source is compiled again only when it or a header is newer.
-for source in src/attention/cuda/*.cu src/ops/cuda/*.cu; do
-  object=$build/$(basename "$source" .cu).o
-  if [ -n "$(find src/attention/cuda src/ops/cuda \( -name '*.cuh' -o -name '*.h' \) -newer "$object" 2>/dev/null)" ] ||
-     [ ! -e "$object" ] || [ "$source" -nt "$object" ]; then
-    echo "$nvcc -std=c++20 -O3 --expt-relaxed-constexpr $targets -Xcompiler -fPIC,-Wall,-Wextra" \
-         "-Iinclude -Isrc -c $source -o $object"
+# One object per source, and per head size where a source is compiled for each; several at a time. What is newer than
+# its object, or has a newer header, is compiled again.
+dims=$(sed -n 's/^#define PHSA_CUDA_HEAD_DIMS(X)//p' src/attention/cuda/limits.h | tr -cs 0-9 ' ')
+compile() {  # source, object, flags
+  if [ ! -e "$2" ] || [ -n "$(find "$1" src/attention/blocks.h src/attention/cuda src/ops/cuda \
+      \( -samefile "$1" -o -name '*.cuh' -o -name '*.h' \) -newer "$2" 2>/dev/null)" ]; then
+    echo "$nvcc -std=c++20 -O3 --expt-relaxed-constexpr $targets -Xcompiler -fPIC,-Wall,-Wextra $3" \
+         "-Iinclude -Isrc -c $1 -o $2"
   fi
+}
+objects=
+for source in src/attention/cuda/*.cu src/ops/cuda/*.cu; do
+  name=$(basename "$source" .cu)
+  if grep -q PHSA_HEAD_DIM "$source"; then
+    for dim in $dims; do objects="$objects $build/$name-$dim.o"; done
+  else
+    objects="$objects $build/$name.o"
+  fi
+done
+for object in $objects; do
+  name=$(basename "$object" .o)
+  dim=${name##*-}
+  flags=
+  [ "$dim" = "$name" ] || flags=-DPHSA_HEAD_DIM=$dim
+  for source in "src/attention/cuda/${name%-"$dim"}.cu" "src/attention/cuda/$name.cu" "src/ops/cuda/$name.cu"; do
+    [ ! -e "$source" ] || compile "$source" "$object" "$flags"
+  done
 done | xargs -r -P "${JOBS:-2}" -I{} sh -c '{}'
 # shellcheck disable=SC2086
-"$nvcc" -shared -o "$build/libphsa_cuda_kernels.so" $(ls "$build"/*.o)
+"$nvcc" -shared -o "$build/libphsa_cuda_kernels.so" $objects
 # What takes the GPU away from the engine in its tests.
 # shellcheck disable=SC2086
 if [ ! -e "$build/libbreak_device.so" ] || [ tests/cuda/break_device.cu -nt "$build/libbreak_device.so" ]; then

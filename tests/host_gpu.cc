@@ -19,7 +19,6 @@
 
 #include "attention/cuda/backend.h"
 #include "attention/cuda/cuda.h"
-#include "attention/cuda/decode_backward.h"
 #include "attention/plan.h"
 #include "base/dtype.h"
 #include "base/errors.h"
@@ -525,14 +524,14 @@ struct DecodeStep {
 }  // namespace
 
 bool PrepareDecode(const PlanImpl& plan, const phsa::ForwardParams& params, const int32_t* kv_lens, const float*,
-                   DecodeParams* decode) {
+                   ForwardParams* decode) {
   static std::deque<DecodeStep> all;  // graphs have their addresses
   *decode = {};
   decode->workspace = &all.emplace_back(DecodeStep{plan, params, kv_lens});
   return true;
 }
-size_t DecodeWorkspaceSize(const DecodeParams&) { return 0; }
-cudaError_t Decode(const DecodeParams& params, cudaStream_t) {
+size_t DecodeWorkspaceSize(const Shape&, const Batch&) { return 0; }
+cudaError_t Decode(const ForwardParams& params, cudaStream_t) {
   auto* const step = static_cast<DecodeStep*>(params.workspace);
   return Do([step] {
     for (size_t i = 0; i < step->plan.seqs.size(); ++i) {

@@ -1,6 +1,6 @@
 """Times decode and backward on the GPU against scaled_dot_product_attention with cuDNN and FlashAttention, same run.
 
-Build as tests/cuda/test_decode_backward.py says, then:
+Build with scripts/test-cuda.sh --build, then:
     python3 bench/cuda/bench_decode_backward.py [--help] [decode] [backward]
 """
 
@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "cuda"))
+import forward_kernels as fk
 import test_decode_backward as lib
 
 BLOCK = lib.BLOCK
@@ -91,24 +92,18 @@ class DecodeBench:
 
     def call(self, top_k=16, init=128, local=512, dense_below=0):
         batch, length, q_heads, kv_heads, dim, page_size = self.size
-        p = lib.DecodeParams()
-        p.method = lib.Method(init // BLOCK, local // BLOCK, top_k, dense_below, dim**-0.5, self.parts)
-        p.dtype, p.num_seqs, p.num_q_heads, p.num_kv_heads, p.head_dim = 2, batch, q_heads, kv_heads, dim
-        p.max_kv_len, p.lambda_ = length, 0.9
-        p.kv_lens, p.q, p.out, p.lse = (x.data_ptr() for x in (self.lens, self.q, self.out, self.lse))
-        p.q_token_stride, p.q_head_stride = self.q.stride()[:2]
-        p.out_token_stride, p.out_head_stride = self.out.stride()[:2]
-        p.k, p.v, p.reps = (x.data_ptr() for x in (self.k, self.v, self.reps))
-        for name, x in (("k", self.k), ("v", self.v)):
-            setattr(p, f"{name}_token_stride", x.stride(1))
-            setattr(p, f"{name}_head_stride", x.stride(2))
-            setattr(p, f"{name}_page_stride", x.stride(0))
-        p.rep_row_stride, p.rep_head_stride, p.rep_page_stride = (
-            self.reps.stride(1),
-            self.reps.stride(2),
-            self.reps.stride(0),
+        lams = torch.full((kv_heads,), 0.9, device="cuda")
+        rules = (init // BLOCK, local // BLOCK, top_k, fk.blocks_for(dense_below), 0)
+        p = fk.ForwardParams(
+            fk.Shape(*rules, 2, q_heads, kv_heads, dim, kv_heads, False, self.parts, dim**-0.5),
+            fk.Batch(batch, batch, 1, length, None, self.lens.data_ptr(), None, None, page_size),
+            fk.rows(self.q),
+            *(fk.rows(x, x.stride(0)) for x in (self.k, self.v, self.reps)),
+            fk.rows(self.out),
+            lam=lams.data_ptr(),
+            lse=self.lse.data_ptr(),
         )
-        p.page_size, p.page_table, p.page_table_stride = page_size, self.table.data_ptr(), self.table.stride(0)
+        p.batch.page_table, p.batch.page_table_stride = self.table.data_ptr(), self.table.stride(0)
         size = lib.LIBRARY.phsa_cuda_decode_workspace(p)
         workspace = torch.empty(size, device="cuda", dtype=torch.uint8)
         p.workspace, p.workspace_size = workspace.data_ptr(), size
@@ -116,7 +111,7 @@ class DecodeBench:
         def run():
             status = lib.LIBRARY.phsa_cuda_decode(p, torch.cuda.current_stream().cuda_stream)
             assert status == 0, status
-            return workspace
+            return workspace, lams
 
         return run
 
@@ -165,7 +160,7 @@ def bench_decode(parts, settings):
         method = dict(init=16, local=128, top_k=2) if length <= 4096 else settings
         sparse = time_graph([d.call(**method) for d in data])
         again = time_graph([d.call(**method) for d in data])
-        own_dense = time_graph([d.call(top_k=0, dense_below=lib.INT_MAX) for d in data[:4]])
+        own_dense = time_graph([d.call(top_k=0, dense_below=lib.DENSE) for d in data[:4]])
         row = dict(
             stage="decode",
             batch=batch,

@@ -40,7 +40,7 @@ struct PlanDesc {
   int32_t max_threads = 1;
   int32_t device = PHSA_DEVICE_CPU;
   // Tokens that a query attends to at most, its own included; 0: no limit. For the layers of models with sliding
-  // windows: with the policy dense, on the CPU, forward only.
+  // windows: with the policy dense, forward only.
   int32_t window = 0;
 };
 

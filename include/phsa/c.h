@@ -196,7 +196,7 @@ typedef struct phsa_forward_params {
   void* stream; /* cudaStream_t, in plans for CUDA; NULL: the default stream */
   /* Attention sinks: for each head the score of one more key, whose value is zero. They weaken what is read and are
    * part of lse; blocks are chosen without them. phsa_backward does not take what was made with them. */
-  const float* sinks; /* [q_head]; NULL: none */
+  const float* sinks; /* [q_head], of a plan for CUDA in device memory; NULL: none */
 } phsa_forward_params;
 
 typedef struct phsa_backward_params {

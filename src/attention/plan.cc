@@ -55,9 +55,6 @@ void TakeWindow(const PlanDesc& desc, PlanImpl* plan) {
     Throw(PHSA_UNSUPPORTED, "plan: window is {} with the policy {}; a window takes dense", desc.window,
           Name(desc.settings.policy));
   }
-  if (desc.device != PHSA_DEVICE_CPU) {
-    Throw(PHSA_UNSUPPORTED, "plan: window is {}; the CUDA kernels have no windows", desc.window);
-  }
   plan->window = desc.window;
   plan->settings.dense_below = 0;
   plan->dense_blocks = 0;
@@ -183,9 +180,6 @@ void CheckForward(const PlanImpl& plan, const ForwardParams& params, const char*
   if (needs != Needs::kKeys && params.q == nullptr) ThrowInvalid("{}: q is null", where);
   if (needs == Needs::kAll && params.out == nullptr) ThrowInvalid("{}: out is null", where);
   CheckWorkspace(params.workspace, params.workspace_size, plan.workspace_size, where);
-  if (needs == Needs::kAll && params.sinks != nullptr && plan.device != PHSA_DEVICE_CPU) {
-    Throw(PHSA_UNSUPPORTED, "{}: sinks are given; the CUDA kernels have none", where);
-  }
 }
 
 }  // namespace

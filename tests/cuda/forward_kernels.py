@@ -1,4 +1,4 @@
-"""The forward kernels through ctypes, structured random inputs, and a float32 reference on the GPU.
+"""The kernels' structs through ctypes, the forward, structured random inputs, and a float64 reference.
 
 The shared library is named by PHSA_CUDA_KERNELS, or lies in build/cuda/ as scripts/test-cuda.sh builds it.
 """
@@ -39,15 +39,16 @@ class Rows(ctypes.Structure):
 
 class Shape(ctypes.Structure):
     _fields_ = [
+        ("init_blocks", ctypes.c_int32),
+        ("local_blocks", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+        ("dense_blocks", ctypes.c_int32),
+        ("window", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
         ("num_q_heads", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
         ("selection_heads", ctypes.c_int32),
-        ("init_blocks", ctypes.c_int32),
-        ("local_blocks", ctypes.c_int32),
-        ("top_k", ctypes.c_int32),
-        ("dense_below", ctypes.c_int32),
         ("group_max", ctypes.c_bool),
         ("parts", ctypes.c_int32),
         ("scale", ctypes.c_float),
@@ -66,6 +67,7 @@ class ForwardParams(ctypes.Structure):
         ("flags", ctypes.c_void_p),
         ("flags_page_stride", ctypes.c_int64),
         ("lam", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         ("lse", ctypes.c_void_p),
         ("selection", ctypes.c_void_p),
         ("selection_scores", ctypes.c_void_p),
@@ -74,17 +76,51 @@ class ForwardParams(ctypes.Structure):
     ]
 
 
+class BackwardParams(ctypes.Structure):
+    _fields_ = [
+        ("shape", Shape),
+        ("batch", Batch),
+        *((name, Rows) for name in ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")),
+        ("lse", ctypes.c_void_p),
+        ("selection", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_size", ctypes.c_size_t),
+    ]
+
+
+DTYPES = {torch.float16: 1, torch.bfloat16: 2}
+DENSE = 2**31 - 1  # dense_blocks where every query reads everything
+
+
+def blocks_for(tokens):
+    """Dense blocks of dense_below."""
+    return DENSE if tokens == DENSE else -(-tokens // BLOCK)
+
+
+def window_rules(window):
+    """init_blocks, local_blocks, top_k, dense_blocks, window of dense attention with a window."""
+    return 0, -(-(window - 1) // BLOCK), 0, 0, window
+
+
 def load_library():
     default = pathlib.Path(__file__).resolve().parents[2] / "build/cuda/libphsa_cuda_kernels.so"
     library = ctypes.CDLL(os.environ.get("PHSA_CUDA_KERNELS", str(default)))
     library.phsa_cuda_params_size.restype = ctypes.c_size_t
-    library.phsa_cuda_select_workspace.restype = ctypes.c_size_t
+    library.phsa_cuda_backward_params_size.restype = ctypes.c_size_t
     library.phsa_cuda_unsupported.restype = ctypes.c_char_p
-    assert library.phsa_cuda_params_size() == ctypes.sizeof(ForwardParams)
+    out_of_date = "this file's mirror of the parameters is out of date"
+    assert library.phsa_cuda_params_size() == ctypes.sizeof(ForwardParams), out_of_date
+    assert library.phsa_cuda_backward_params_size() == ctypes.sizeof(BackwardParams), out_of_date
+    for name, params in (("select", ForwardParams), ("decode", ForwardParams), ("backward", BackwardParams)):
+        workspace = getattr(library, f"phsa_cuda_{name}_workspace")
+        workspace.restype = ctypes.c_size_t
+        workspace.argtypes = [ctypes.POINTER(params)]
+    library.phsa_cuda_decode.argtypes = [ctypes.POINTER(ForwardParams), ctypes.c_void_p]
+    library.phsa_cuda_backward.argtypes = [ctypes.POINTER(BackwardParams), ctypes.c_void_p]
     return library
 
 
-def _rows(x, page_stride=0):
+def rows(x, page_stride=0):
     """x: [..., token, head, dim]."""
     return Rows(x.data_ptr(), x.stride(-3), x.stride(-2), page_stride)
 
@@ -110,11 +146,19 @@ class Forward:
         want_scores=False,
         page_size=0,
         parts=1,
+        window=0,
+        sinks=None,
     ):
         self.parts = parts
         self.library = library
         self.q, self.lens, self.top_k = q, lens, top_k
         self.init_blocks, self.local_blocks, self.dense_below = init // BLOCK, local // BLOCK, dense_below
+        self.window, self.sinks = window, sinks
+        rules = (self.init_blocks, self.local_blocks, top_k, blocks_for(dense_below), 0)
+        if window:
+            rules = window_rules(window)
+            self.init_blocks, self.local_blocks, self.top_k, *_ = rules
+            self.dense_below = top_k = 0
         self.group_reduce = group_reduce
         device = q.device
         heads_q, heads_kv, dim = q.shape[1], k.shape[1], q.shape[2]
@@ -161,7 +205,7 @@ class Forward:
         )
         if page_size == 0:
             self.reps = torch.full((max(self.rep_starts[-1], 1), heads_kv, dim), nan, dtype=q.dtype, device=device)
-            rows_k, rows_v, rows_reps, flags_page_stride = _rows(k), _rows(v), _rows(self.reps), 0
+            rows_k, rows_v, rows_reps, flags_page_stride = rows(k), rows(v), rows(self.reps), 0
             d_flags = flags
         else:
             pages = [(n + page_size - 1) // page_size for n in kv_lens]
@@ -187,19 +231,16 @@ class Forward:
                         self.paged_flags[page, :count] = flags[at : at + count]
             self.table = table.to(device)
             batch.page_table, batch.page_table_stride = self.table.data_ptr(), self.table.stride(0)
-            rows_k, rows_v = (_rows(x, x.stride(0)) for x in (self.paged_k, self.paged_v))
-            rows_reps = _rows(self.reps, self.reps.stride(0))
+            rows_k, rows_v = (rows(x, x.stride(0)) for x in (self.paged_k, self.paged_v))
+            rows_reps = rows(self.reps, self.reps.stride(0))
             d_flags, flags_page_stride = (self.paged_flags if flags is not None else None), page_size
         shape = Shape(
-            1 if q.dtype == torch.float16 else 2,
+            *rules,
+            DTYPES[q.dtype],
             heads_q,
             heads_kv,
             dim,
             self.selection_heads,
-            self.init_blocks,
-            self.local_blocks,
-            top_k,
-            dense_below,
             group_reduce == "max",
             parts,
             self.scale,
@@ -208,14 +249,15 @@ class Forward:
         self.params = ForwardParams(
             shape,
             batch,
-            _rows(q),
+            rows(q),
             rows_k,
             rows_v,
             rows_reps,
-            _rows(self.out),
+            rows(self.out),
             d_flags.data_ptr() if d_flags is not None else None,
             flags_page_stride,
             self.lam.data_ptr(),
+            sinks.data_ptr() if sinks is not None else None,
             self.lse.data_ptr(),
             self.selection.data_ptr() if top_k else None,
             self.scores.data_ptr() if want_scores else None,
@@ -399,12 +441,17 @@ def reference_attention(f, s, queries):
                     reads[h, chosen[h][chosen[h] >= 0]] = True
         mask = reads[:, token_block]
         mask[:, position + 1 :] = False
+        if f.window:
+            mask[:, : max(0, position + 1 - f.window)] = False
         tokens = mask.any(0).nonzero().flatten()
         q = f.q[f.q_starts[s] + i].double().unflatten(0, (f.selection_heads, group))
         keys = k[tokens].repeat_interleave(repeat, dim=1)
         values = v[tokens].repeat_interleave(repeat, dim=1)
         x = torch.einsum("hgd,thd->hgt", q, keys) * f.scale
         x.masked_fill_(~mask[:, tokens][:, None], float("-inf"))
+        if f.sinks is not None:  # one more key, without a value
+            sinks = f.sinks.double().view(f.selection_heads, group, 1)
+            x, values = torch.cat([x, sinks], -1), torch.cat([values, torch.zeros_like(values[:1])])
         lse.append(torch.logsumexp(x, -1).flatten())
         out.append(torch.einsum("hgt,thd->hgd", torch.softmax(x, -1), values).flatten(0, 1))
     return torch.stack(out), torch.stack(lse)

@@ -1,85 +1,24 @@
 """Decode and backward on the GPU against plain float32 and float64 PyTorch.
 
-Build the library (half a minute), then run this file, or give it to pytest:
-
-    mkdir -p build/cuda
-    nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++20 -O3 --expt-relaxed-constexpr -Iinclude -Isrc \\
-        -Xcompiler -fPIC -shared src/attention/cuda/{decode,backward,shims_decode_backward}.cu \\
-        -o build/cuda/libphsa_decode_backward.so
-    python3 tests/cuda/test_decode_backward.py
-
-PHSA_CUDA_LIBRARY names the library where it lies elsewhere than build/cuda/libphsa_decode_backward.so.
+scripts/test-cuda.sh builds the library (--build alone) that this loads, or PHSA_CUDA_KERNELS names it.
 """
 
-import ctypes
-import os
 import sys
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import forward_kernels as fk
 from alone import over, run_tests, skip
-from forward_kernels import rounding
+from forward_kernels import BLOCK, DENSE, DTYPES, rounding
 
-BLOCK = 16
-INT_MAX = 2**31 - 1
-DTYPES = {torch.float16: 1, torch.bfloat16: 2}
 GROUP_SUM, GROUP_MAX = 0, 1
 
 if not torch.cuda.is_available():
     skip("needs a GPU")
 
-
-class Method(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int32) for name in ("init_blocks", "local_blocks", "top_k", "dense_below")] + [
-        ("scale", ctypes.c_float),
-        ("parts", ctypes.c_int32),
-    ]
-
-
-def _struct(name, fields):
-    kinds = {"i": ctypes.c_int32, "l": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float, "z": ctypes.c_size_t}
-    out = [("method", Method)]
-    for field in fields.split():
-        kind, names = field.split(":")
-        out += [(n, kinds[kind]) for n in names.split(",")]
-    return type(name, (ctypes.Structure,), {"_fields_": out})
-
-
-DecodeParams = _struct(
-    "DecodeParams",
-    "i:dtype,num_seqs,num_q_heads,num_kv_heads,head_dim,max_kv_len,group_reduce p:kv_lens f:lambda_ p:head_lambda "
-    "p:q l:q_token_stride,q_head_stride p:k l:k_token_stride,k_head_stride,k_page_stride "
-    "p:v l:v_token_stride,v_head_stride,v_page_stride p:flags l:flags_page_stride "
-    "p:reps l:rep_row_stride,rep_head_stride,rep_page_stride i:page_size p:page_table l:page_table_stride "
-    "p:kv_starts,rep_starts p:out l:out_token_stride,out_head_stride p:lse,selection,workspace z:workspace_size",
-)
-BackwardParams = _struct(
-    "BackwardParams",
-    "i:dtype,num_seqs,num_q_heads,num_kv_heads,head_dim,total_tokens,max_seq_len p:cu_seqlens "
-    "p:q l:q_token_stride,q_head_stride p:k l:k_token_stride,k_head_stride p:v l:v_token_stride,v_head_stride "
-    "p:out l:out_token_stride,out_head_stride p:lse,selection p:d_out l:d_out_token_stride,d_out_head_stride "
-    "p:d_q l:d_q_token_stride,d_q_head_stride p:d_k l:d_k_token_stride,d_k_head_stride "
-    "p:d_v l:d_v_token_stride,d_v_head_stride p:workspace z:workspace_size",
-)
-
-
-def load_library():
-    default = Path(__file__).resolve().parents[2] / "build" / "cuda" / "libphsa_decode_backward.so"
-    library = ctypes.CDLL(os.environ.get("PHSA_CUDA_LIBRARY", str(default)))
-    for name, params in (("decode", DecodeParams), ("backward", BackwardParams)):
-        size = getattr(library, f"phsa_cuda_{name}_params_size")
-        size.restype = ctypes.c_size_t
-        assert size() == ctypes.sizeof(params), f"{name}: this file's mirror of the parameters is out of date"
-        workspace = getattr(library, f"phsa_cuda_{name}_workspace")
-        workspace.restype = ctypes.c_size_t
-        workspace.argtypes = [ctypes.POINTER(params)]
-        getattr(library, f"phsa_cuda_{name}").argtypes = [ctypes.POINTER(params), ctypes.c_void_p]
-    return library
-
-
-LIBRARY = load_library()
+LIBRARY = fk.load_library()
 
 
 def drifting(tokens, heads, dim, factor, size, generator):
@@ -130,12 +69,21 @@ class DecodeCase:
         seed=1,
         sharpness=1.5,
         parts=1,
+        window=0,
+        sinks=False,
     ):
         g = torch.Generator(device="cuda").manual_seed(seed)
         self.parts, self.span = parts, BLOCK // parts
         self.dtype, self.dim, self.q_heads, self.kv_heads = dtype, dim, q_heads, kv_heads
         self.lens, self.top_k, self.init, self.local = list(lens), top_k, init // BLOCK, local // BLOCK
         self.page_size, self.dense_below, self.lam, self.reduce = page_size, dense_below, lam, reduce
+        rules = (self.init, self.local, top_k, fk.blocks_for(dense_below), 0)
+        if window:
+            rules = fk.window_rules(window)
+            self.init, self.local, self.top_k, *_ = rules
+            top_k = 0
+        self.window = window
+        self.sinks = torch.randn(q_heads, device="cuda", generator=g) * 3 if sinks else None
         self.max_kv_len = max_kv_len or max(lens)
         nseq = len(lens)
         self.q = (torch.randn(nseq, q_heads, dim, device="cuda", generator=g) * sharpness).to(dtype)
@@ -204,25 +152,22 @@ class DecodeCase:
         self.out = torch.full_like(self.q, nan)
         self.lse = torch.full((nseq, q_heads), nan, device="cuda")
         self.selection = torch.full((nseq, kv_heads, top_k), -7, device="cuda", dtype=torch.int32)
-        p = DecodeParams()
-        p.method = Method(self.init, self.local, top_k, dense_below, dim**-0.5, parts)
-        p.dtype, p.num_seqs, p.num_q_heads, p.num_kv_heads, p.head_dim = DTYPES[dtype], nseq, q_heads, kv_heads, dim
-        p.max_kv_len, p.group_reduce, p.lambda_ = self.max_kv_len, reduce, lam
-        p.kv_lens, p.q, p.out, p.lse = (x.data_ptr() for x in (self.kv_lens, self.q, self.out, self.lse))
-        p.selection = self.selection.data_ptr() if top_k else None
-        p.q_token_stride, p.q_head_stride = self.q.stride()[:2]
-        p.out_token_stride, p.out_head_stride = self.out.stride()[:2]
-        p.k, p.v, p.reps, p.flags = (x.data_ptr() for x in (self.k, self.v, self.r, self.flags))
-        for name, x in (("k", self.k), ("v", self.v)):
-            setattr(p, f"{name}_token_stride", x.stride(-3))
-            setattr(p, f"{name}_head_stride", x.stride(-2))
-            setattr(p, f"{name}_page_stride", x.stride(0))
-        p.rep_row_stride, p.rep_head_stride, p.rep_page_stride = self.r.stride(-3), self.r.stride(-2), self.r.stride(0)
-        p.flags_page_stride, p.page_size = self.flags.stride(0), page_size
-        if page_size:
-            p.page_table, p.page_table_stride = self.table.data_ptr(), self.table.stride(0)
-        else:
-            p.kv_starts, p.rep_starts = self.starts.data_ptr(), self.rep_starts.data_ptr()
+        self.lams = torch.full((kv_heads,), lam, device="cuda")
+        contiguous = [x.data_ptr() for x in (self.starts, self.rep_starts)] if not page_size else [None, None]
+        table = (self.table.data_ptr(), self.table.stride(0)) if page_size else (None, 0)
+        p = fk.ForwardParams(
+            fk.Shape(*rules, DTYPES[dtype], q_heads, kv_heads, dim, kv_heads, reduce == GROUP_MAX, parts, dim**-0.5),
+            fk.Batch(nseq, nseq, 1, self.max_kv_len, None, self.kv_lens.data_ptr(), *contiguous, page_size, *table),
+            fk.rows(self.q),
+            *(fk.rows(x, x.stride(0)) for x in (self.k, self.v, self.r)),
+            fk.rows(self.out),
+            self.flags.data_ptr(),
+            self.flags.stride(0),
+            self.lams.data_ptr(),
+            self.sinks.data_ptr() if sinks else None,
+            self.lse.data_ptr(),
+            self.selection.data_ptr() if top_k else None,
+        )
         size = LIBRARY.phsa_cuda_decode_workspace(p)
         assert size > 0
         # Whatever was in the workspace before must not matter.
@@ -284,15 +229,20 @@ class DecodeCase:
             if not outputs:
                 continue
             tokens = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device="cuda")).flatten(1)
-            tokens = tokens[tokens < n].view(self.kv_heads, -1)
+            first = max(0, n - self.window) if self.window else 0
+            tokens = tokens[(tokens < n) & (tokens >= first)].view(self.kv_heads, -1)
             heads = torch.arange(self.kv_heads, device="cuda")[:, None]
             k, v = self.ks[s][tokens, heads], self.vs[s][tokens, heads]
             q = self.q[s].view(self.kv_heads, group, self.dim)
             logits = torch.einsum("hgd,htd->hgt", q.double(), k.double()) * self.dim**-0.5
-            exact = torch.einsum("hgt,htd->hgd", logits.softmax(-1), v.double()).view(self.q_heads, self.dim)
             same = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None]).view(
                 self.q_heads, self.dim
             )
+            if self.sinks is not None:  # one more key, without a value
+                share = torch.sigmoid(logits.logsumexp(-1).flatten() - self.sinks.double())[:, None]
+                logits = torch.cat([logits, self.sinks.double().view(self.kv_heads, group, 1)], -1)
+                v, same = torch.cat([v, torch.zeros_like(v[:, :1])], 1), (same * share).to(same.dtype)
+            exact = torch.einsum("hgt,htd->hgd", logits.softmax(-1), v.double()).view(self.q_heads, self.dim)
             error = (self.out[s].double() - exact).norm() / exact.norm()
             usual = (same.double() - exact).norm() / exact.norm()
             assert torch.isfinite(self.out[s]).all()
@@ -325,7 +275,7 @@ DECODE_CASES = {
     "no_init": dict(lens=(4000,), init=0),
     "no_local": dict(lens=(4000, 4001), local=0),
     "maximum": dict(lens=(8000,), reduce=GROUP_MAX),
-    "dense": dict(lens=(8000, 70000, 3), top_k=0, dense_below=INT_MAX),
+    "dense": dict(lens=(8000, 70000, 3), top_k=0, dense_below=DENSE),
     "dense_below": dict(lens=(3000, 2048, 2049, 6000), dense_below=2048),
     "long": dict(lens=(600000,), q_heads=4, kv_heads=2, page_size=1024),
     "all_scores_equal": dict(lens=(30000,), sharpness=0),
@@ -339,6 +289,29 @@ DECODE_CASES = {
     "parts_4_maximum": dict(lens=(8000,), reduce=GROUP_MAX, parts=4),
     "parts_8_long": dict(lens=(600000,), q_heads=4, kv_heads=2, page_size=1024, parts=8),
     "parts_4_all_scores_equal": dict(lens=(30000,), sharpness=0, parts=4),
+    "dim_80": dict(lens=(5000, 3008, 7), dim=80, q_heads=10, kv_heads=2),
+    "dim_80_half": dict(lens=(5000, 3008), dim=80, q_heads=32, kv_heads=2, dtype=torch.float16, parts=4),
+    "dim_96": dict(lens=(5000, 3008, 1), dim=96, q_heads=8, kv_heads=8, page_size=0),
+    "dim_96_parts_8": dict(lens=(5000, 3008), dim=96, q_heads=12, kv_heads=4, parts=8),
+    "dim_256": dict(lens=(5000, 3008, 19), dim=256, q_heads=4, kv_heads=1),
+    "dim_256_group_16": dict(lens=(2500, 2008), dim=256, q_heads=16, kv_heads=1, dtype=torch.float16),
+    "dim_256_parts_2": dict(lens=(5000, 0, 3008), dim=256, q_heads=8, kv_heads=4, parts=2, page_size=0),
+    "dim_256_dense": dict(lens=(8000, 70000, 3), dim=256, q_heads=4, kv_heads=1, top_k=0, dense_below=DENSE),
+    "window": dict(lens=(8000, 0, 3, 511, 512, 513, 1040), window=512),
+    "window_of_one": dict(lens=(800, 16, 17, 1), window=1),
+    "window_of_17": dict(lens=(800, 16, 17, 18, 31, 32, 33, 47, 48, 49), window=17, page_size=16),
+    "window_beyond_the_text": dict(lens=(300, 40), window=5000),
+    "window_sinks": dict(lens=(3000, 100, 129, 128), window=128, sinks=True, dim=64, q_heads=64, kv_heads=8),
+    "window_sinks_half": dict(lens=(3000, 7), window=100, sinks=True, dtype=torch.float16, q_heads=16, kv_heads=1),
+    "window_256": dict(lens=(3000, 511, 700), window=512, dim=256, q_heads=4, kv_heads=1),
+    "window_96": dict(lens=(3000, 2047, 2048), window=2047, dim=96, q_heads=32, kv_heads=32),
+    "dense_sinks": dict(lens=(3000, 0, 40000), top_k=0, dense_below=DENSE, sinks=True, dim=64, q_heads=64, kv_heads=8),
+    "sinks": dict(lens=(5000, 30), sinks=True),
+    "group_3": dict(lens=(5000,), q_heads=6, kv_heads=2),
+    "group_5": dict(lens=(5000,), q_heads=10, kv_heads=2, dim=64),
+    "group_7": dict(lens=(5000,), q_heads=14, kv_heads=2, dim=80),
+    "group_9": dict(lens=(3000,), q_heads=9, kv_heads=1),
+    "group_12": dict(lens=(3000,), q_heads=24, kv_heads=2, dim=96),
 }
 
 
@@ -419,12 +392,14 @@ def test_decode_in_a_graph_follows_the_lengths(parts):
         long.rep_at = full
 
 
-def select(q, k, flags, top_k, init, local, lam, dense_below=0, chunk=2048):
-    """The selection of one sequence, [token][kv_head][top_k], by the method's own words, in float32."""
+def select(q, k, flags, top_k, init, local, lam, dense_below=0, chunk=2048, each_head=False):
+    """The selection of one sequence, [token][choosing head][top_k], by the method's own words, in float32."""
     tokens, kv_heads, dim = k.shape
+    reps = representatives(k, flags, lam).to(k.dtype).float()
+    if each_head:
+        reps, kv_heads = reps.repeat_interleave(q.shape[1] // kv_heads, 1), q.shape[1]
     group = q.shape[1] // kv_heads
     out = torch.full((tokens, kv_heads, top_k), -1, device="cuda", dtype=torch.int32)
-    reps = representatives(k, flags, lam).to(k.dtype).float()
     blocks = torch.arange(reps.shape[0], device="cuda")
     for first in range(0, tokens, chunk):
         position = torch.arange(first, min(first + chunk, tokens), device="cuda")
@@ -459,18 +434,20 @@ def reference_gradients(q, k, v, d_out, selection, init, local, dense_below, chu
     tokens, kv_heads, dim = k.shape
     group = q.shape[1] // kv_heads
     blocks = -(-tokens // BLOCK)
+    choosers = max(selection.shape[1] // kv_heads, 1)  # heads of a KV head that choose apart
     k, v = (x.to(dtype).requires_grad_() for x in (k, v))
     outs, sums, dq = [], [], []
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for first in range(0, tokens, chunk):
         position = torch.arange(first, min(first + chunk, tokens), device="cuda")
-        seen = visible_blocks(selection, position, blocks, kv_heads, init, local, dense_below)
+        seen = visible_blocks(selection, position, blocks, kv_heads * choosers, init, local, dense_below)
         seen = seen.repeat_interleave(BLOCK, -1)[..., :tokens] & (
             torch.arange(tokens, device="cuda") <= position[:, None]
         )
         part = q[position].to(dtype).requires_grad_()
         logits = torch.einsum("nhgd,thd->hgnt", part.unflatten(1, (kv_heads, group)), k) * dim**-0.5
-        logits = logits.masked_fill(~seen[:, None], -torch.inf)
+        seen = seen.unflatten(0, (kv_heads, choosers)).repeat_interleave(group // choosers, 1)
+        logits = logits.masked_fill(~seen, -torch.inf)
         out = torch.einsum("hgnt,thd->nhgd", logits.softmax(-1), v).flatten(1, 2)
         grads = torch.autograd.grad(out, (part, k, v), d_out[position].to(dtype))
         outs.append(out.detach())
@@ -496,6 +473,7 @@ class BackwardCase:
         lam=0.9,
         seed=1,
         select_chunk=2048,
+        each_head=False,
     ):
         g = torch.Generator(device="cuda").manual_seed(seed)
         self.lens, self.top_k, self.dense_below, self.dtype = list(lens), top_k, dense_below, dtype
@@ -505,7 +483,8 @@ class BackwardCase:
         self.qkv = torch.empty(total, q_heads + 2 * kv_heads, dim, device="cuda", dtype=dtype)
         self.q, self.k, self.v = self.qkv.split([q_heads, kv_heads, kv_heads], 1)
         self.flags = (torch.rand(total, device="cuda", generator=g) < 0.12).to(torch.uint8)
-        self.selection = torch.full((total, kv_heads, top_k), -1, device="cuda", dtype=torch.int32)
+        choosers = q_heads if each_head else kv_heads
+        self.selection = torch.full((total, choosers, top_k), -1, device="cuda", dtype=torch.int32)
         self.slices, at = [], 0
         for n in lens:
             part = slice(at, at + n)
@@ -525,35 +504,20 @@ class BackwardCase:
                     lam,
                     dense_below,
                     select_chunk,
+                    each_head,
                 )
         self.d_out = torch.randn(total, q_heads, dim, device="cuda", generator=g).to(dtype)
         self.out, self.lse = torch.empty_like(self.d_out), torch.empty(total, q_heads, device="cuda")
         self.cu = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], device="cuda", dtype=torch.int32)
         self.dq, self.dk, self.dv = (torch.empty(x.shape, device="cuda", dtype=dtype) for x in (self.q, self.k, self.v))
-        p = BackwardParams()
-        p.method = Method(self.init, self.local, top_k, dense_below, dim**-0.5)
-        p.dtype, p.num_seqs, p.num_q_heads, p.num_kv_heads, p.head_dim = (
-            DTYPES[dtype],
-            len(lens),
-            q_heads,
-            kv_heads,
-            dim,
+        rules = (self.init, self.local, top_k, fk.blocks_for(dense_below), 0)
+        p = fk.BackwardParams(
+            fk.Shape(*rules, DTYPES[dtype], q_heads, kv_heads, dim, choosers, False, 1, dim**-0.5),
+            fk.Batch(len(lens), total, max(lens), max(lens), self.cu.data_ptr()),
+            *map(fk.rows, (self.q, self.k, self.v, self.out, self.d_out, self.dq, self.dk, self.dv)),
+            self.lse.data_ptr(),
+            self.selection.data_ptr() if top_k else None,
         )
-        p.total_tokens, p.max_seq_len, p.cu_seqlens = total, max(lens), self.cu.data_ptr()
-        p.lse, p.selection = self.lse.data_ptr(), self.selection.data_ptr() if top_k else None
-        for name, x in (
-            ("q", self.q),
-            ("k", self.k),
-            ("v", self.v),
-            ("out", self.out),
-            ("d_out", self.d_out),
-            ("d_q", self.dq),
-            ("d_k", self.dk),
-            ("d_v", self.dv),
-        ):
-            setattr(p, name, x.data_ptr())
-            setattr(p, f"{name}_token_stride", x.stride(0))
-            setattr(p, f"{name}_head_stride", x.stride(1))
         size = LIBRARY.phsa_cuda_backward_workspace(p)
         assert size > 0
         self.workspace = torch.full((size,), 255, device="cuda", dtype=torch.uint8)
@@ -606,10 +570,20 @@ BACKWARD_CASES = {
     "group_16": dict(lens=(1300,), init=32, local=64, q_heads=16, kv_heads=1),
     "group_5_k_64": dict(lens=(3000,), init=0, local=0, q_heads=5, kv_heads=1, top_k=64),
     "k_0": dict(lens=(1500, 20), init=32, local=64, top_k=0),
-    "dense": dict(lens=(900, 300), top_k=0, dense_below=INT_MAX),
+    "dense": dict(lens=(900, 300), top_k=0, dense_below=DENSE),
     "dense_below": dict(lens=(1700, 300), init=32, local=64, dense_below=512),
     "many_ranges": dict(lens=(5000, 4500), init=272, local=32, q_heads=2, kv_heads=1),
     "paper_32k_setting": dict(lens=(4096,)),
+    "each_head": dict(lens=(1500, 300), init=32, local=64, q_heads=6, kv_heads=2, top_k=5, each_head=True),
+    "each_head_64": dict(lens=(1500,), init=16, local=32, q_heads=16, kv_heads=1, dim=64, top_k=9, each_head=True),
+    "dim_80": dict(lens=(1500, 37), init=32, local=64, dim=80, q_heads=10, kv_heads=2),
+    "dim_96": dict(lens=(1500, 37), init=32, local=64, dim=96, q_heads=4, kv_heads=4, dtype=torch.float16),
+    "dim_256": dict(lens=(1200, 37), init=32, local=64, dim=256, q_heads=4, kv_heads=1),
+    "dim_256_dense": dict(lens=(700, 300), top_k=0, dense_below=DENSE, dim=256, q_heads=8, kv_heads=4),
+    "dim_256_each_head": dict(lens=(1100,), init=16, local=32, dim=256, q_heads=4, kv_heads=2, each_head=True),
+    "group_3": dict(lens=(1300,), init=32, local=64, q_heads=6, kv_heads=2),
+    "group_7": dict(lens=(1300,), init=32, local=64, q_heads=14, kv_heads=2, dim=64),
+    "group_9": dict(lens=(1300,), init=32, local=64, q_heads=9, kv_heads=1),
 }
 
 
@@ -644,12 +618,12 @@ def test_plain_backward_matches_autograd(name):
     case = BackwardCase(**BACKWARD_CASES[name])
     exact = case.reference()
     case.poison()
-    LIBRARY.phsa_cuda_set_plain_backward(1)
+    LIBRARY.phsa_cuda_set_architecture(80)
     try:
         case.run()
         torch.cuda.synchronize()
     finally:
-        LIBRARY.phsa_cuda_set_plain_backward(0)
+        LIBRARY.phsa_cuda_set_architecture(0)
     limit = 1e-2 if case.dtype == torch.bfloat16 else 1.5e-3
     assert all(error <= limit for error in case.errors(exact)), case.errors(exact)  # a NaN fails too
 
@@ -659,17 +633,22 @@ def run_once():
     for case in (
         DecodeCase(lens=(2500, 0, 1600), max_kv_len=3000),
         DecodeCase(lens=(1700,), q_heads=16, kv_heads=1, page_size=0),
-        DecodeCase(lens=(900,), dim=64, dtype=torch.float16, top_k=0, dense_below=INT_MAX),
+        DecodeCase(lens=(900,), dim=64, dtype=torch.float16, top_k=0, dense_below=DENSE),
+        DecodeCase(lens=(300, 40), dim=80, q_heads=10, kv_heads=2),
+        DecodeCase(lens=(300, 40), dim=256, q_heads=16, kv_heads=1, init=16, local=32, top_k=3),
+        DecodeCase(lens=(300, 0, 40), window=33, sinks=True, dim=96, q_heads=4, kv_heads=4),
+        BackwardCase(lens=(200, 5), init=16, local=32, q_heads=4, kv_heads=2, dim=80, top_k=3),
+        BackwardCase(lens=(200, 5), init=16, local=32, q_heads=4, kv_heads=2, dim=256, top_k=3, each_head=True),
         BackwardCase(lens=(1200, 300, 5), init=32, local=64, q_heads=4, kv_heads=2),
         BackwardCase(lens=(2500,), init=16, local=32, q_heads=3, kv_heads=1, dim=64, dtype=torch.float16),
-        BackwardCase(lens=(300,), q_heads=2, kv_heads=2, top_k=0, dense_below=INT_MAX),
+        BackwardCase(lens=(300,), q_heads=2, kv_heads=2, top_k=0, dense_below=DENSE),
     ):
         if isinstance(case, BackwardCase):
             case.out.zero_()
             case.lse.fill_(10.0)
-            LIBRARY.phsa_cuda_set_plain_backward(1)
+            LIBRARY.phsa_cuda_set_architecture(80)
             case.run()
-            LIBRARY.phsa_cuda_set_plain_backward(0)
+            LIBRARY.phsa_cuda_set_architecture(0)
         case.run()
     torch.cuda.synchronize()
     return 0

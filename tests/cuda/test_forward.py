@@ -68,6 +68,32 @@ CASES = {
     "parts_8_each_head": (8, 2, 128, [(1400, 1400)], dict(parts=8, init=16, local=64, top_k=6, group_reduce="none")),
     "parts_2_scores_wanted": (8, 4, 128, [(1400, 1400)], dict(parts=2, init=16, local=64, top_k=6, want_scores=True)),
     "parts_8_scores_wanted": (8, 4, 128, [(1400, 1400)], dict(parts=8, init=16, local=64, top_k=6, want_scores=True)),
+    "dim_80": (10, 2, 80, [(1500, 1500), (17, 900)], dict(init=16, local=64, top_k=6)),
+    "dim_80_parts_4": (4, 4, 80, [(1500, 1500)], dict(init=16, local=64, top_k=6, parts=4, page_size=64)),
+    "dim_80_dense": (32, 32, 80, [(777, 777)], dict(dense_below=1 << 20, top_k=0)),
+    "dim_96": (9, 3, 96, [(1500, 1500), (1, 33)], dict(init=16, local=64, top_k=6)),
+    "dim_96_parts_8": (8, 2, 96, [(1500, 1500)], dict(init=16, local=64, top_k=6, parts=8, group_reduce="none")),
+    "dim_96_dense": (16, 1, 96, [(777, 777)], dict(dense_below=1 << 20, top_k=0)),
+    "dim_256": (4, 1, 256, [(1500, 1500), (100, 1111)], dict(init=16, local=64, top_k=6)),
+    "dim_256_paper": (8, 4, 256, [(2500, 2500)], dict(init=32, local=256, top_k=8, parts=2)),
+    "dim_256_group_16": (16, 1, 256, [(700, 700)], dict(init=0, local=0, top_k=3, parts=8, page_size=48)),
+    "dim_256_dense": (4, 2, 256, [(777, 777), (1, 1)], dict(dense_below=1 << 20, top_k=0)),
+    "group_5": (10, 2, 128, [(1300, 1300)], dict(init=16, local=128, top_k=4)),
+    "group_7": (14, 2, 64, [(1300, 1300)], dict(init=16, local=128, top_k=4)),
+    "group_9": (9, 1, 128, [(1300, 1300)], dict(init=16, local=128, top_k=4)),
+    "group_12": (12, 1, 64, [(1300, 1300)], dict(init=16, local=128, top_k=4)),
+    "window": (4, 2, 128, [(1500, 1500), (17, 900), (1, 2000)], dict(window=512)),
+    "window_of_one": (4, 2, 128, [(300, 300)], dict(window=1)),
+    "window_of_17": (8, 1, 64, [(300, 300), (40, 55)], dict(window=17, page_size=64)),
+    "window_of_15_each_head": (8, 2, 128, [(300, 300)], dict(window=15, group_reduce="none")),
+    "window_beyond_the_text": (4, 2, 64, [(400, 400), (3, 90)], dict(window=4096)),
+    "window_of_128_sinks": (64, 8, 64, [(500, 500), (64, 1000)], dict(window=128, sinks=True)),
+    "window_of_2047": (8, 8, 96, [(2600, 2600)], dict(window=2047)),
+    "window_80": (8, 4, 80, [(900, 900)], dict(window=100, sinks=True)),
+    "window_256": (4, 1, 256, [(1300, 1300), (33, 700)], dict(window=512, page_size=16)),
+    "window_256_sinks": (16, 16, 256, [(500, 500)], dict(window=33, sinks=True)),
+    "dense_sinks": (64, 8, 64, [(700, 700), (7, 300)], dict(dense_below=1 << 20, top_k=0, sinks=True)),
+    "sinks": (8, 4, 128, [(1500, 1500)], dict(init=16, local=64, top_k=6, sinks=True)),
 }
 
 
@@ -76,6 +102,9 @@ def test_forward_matches_the_reference(name, dtype, architecture):
     heads_q, heads_kv, dim, lens, settings = CASES[name]
     LIBRARY.phsa_cuda_set_architecture(architecture)
     q, k, v, flags = fk.make_inputs(lens, heads_q, heads_kv, dim, dtype, seed=len(name))
+    if "sinks" in settings:
+        generator = torch.Generator("cuda").manual_seed(3)
+        settings = {**settings, "sinks": 3 * torch.randn(heads_q, generator=generator, device="cuda")}
     f = fk.Forward(LIBRARY, q, k, v, lens, flags=flags, **settings)
     f.run()
     torch.cuda.synchronize()
@@ -333,12 +362,31 @@ def test_representatives_written_in_chunks_have_the_bits_of_one_pass(architectur
     assert torch.equal(whole.rep_rows(0), want)
 
 
-@over(name=["top_k", "parts"])
+@over(architecture=ARCHITECTURES, dim=[64, 80, 96, 128, 256])
+def test_a_window_reads_no_token_before_it(architecture, dim):
+    """What lies there is no number: one token too many, and the output is none either."""
+    LIBRARY.phsa_cuda_set_architecture(architecture)
+    lens = [(16, 1000)]
+    q, k, v, _ = fk.make_inputs(lens, 4, 2, dim, torch.bfloat16)
+    want = fk.Forward(LIBRARY, q, k, v, lens, window=100)
+    want.run()
+    k[:885] = v[:885] = 1e30
+    f = fk.Forward(LIBRARY, q, k, v, lens, window=100)
+    f.run()
+    torch.cuda.synchronize()
+    assert torch.equal(f.out, want.out)
+    k[885] = v[885] = 1e30  # the first query's first token
+    f.run()
+    torch.cuda.synchronize()
+    assert not torch.equal(f.out[0], want.out[0]) and torch.equal(f.out[1:], want.out[1:])
+
+
+@over(name=["top_k", "parts", "head_dim"])
 def test_what_the_kernels_do_not_take_is_refused_by_name(name):
     lens = [(64, 64)]
-    q, k, v, _ = fk.make_inputs(lens, 2, 1, 128, torch.bfloat16)
+    q, k, v, _ = fk.make_inputs(lens, 2, 1, 192 if name == "head_dim" else 128, torch.bfloat16)
     try:
-        fk.Forward(LIBRARY, q, k, v, lens, **{name: {"top_k": 65, "parts": 3}[name]})
+        fk.Forward(LIBRARY, q, k, v, lens, **{"top_k": dict(top_k=65), "parts": dict(parts=3)}.get(name, {}))
     except ValueError as error:
         assert name in str(error)
     else:

@@ -2,18 +2,29 @@
 // implementation, for sm_80 and later; attend_wgmma.cu has Hopper's.
 //
 // A CTA takes one tile. Four warps copy its blocks into a ring of stages of four blocks; eight warps of 16 rows each
-// consume them by mma.sync. What none of a warp's queries chose is skipped: the copies are shared by 64 queries, the
-// arithmetic is that of 8. Neighbouring queries choose alike: 64 of them read about 9 K distinct blocks, 8 about 3 K.
-#include "attend.cuh"
+// consume them by mma.sync; at head_dim 256 stages have two blocks, and there are four such warps: registers. What none
+// of a warp's queries chose is skipped: the copies are shared by 64 queries, the arithmetic is that of 8. Neighbouring
+// queries choose alike: 64 of them read about 9 K distinct blocks, 8 about 3 K.
+#include "attention/cuda/attend.cuh"
 
 namespace phsa::cuda {
 namespace {
 
 constexpr int kStages = 2;
 constexpr int kProducers = 128;
-constexpr int kConsumers = 256;
-constexpr int kThreads = kProducers + kConsumers;
+constexpr int kMaxConsumers = 256;
 constexpr int kSegment = 512;  // blocks of the union whose masks are in shared memory at a time
+
+template <int kHeadDim>
+struct Sizes {
+  static constexpr int kBlocks = kHeadDim > 128 ? 2 : kStageBlocks;  // of a stage
+  static constexpr int kKeys = kBlocks * kBlock;
+  static constexpr int kConsumers = kHeadDim > 128 ? 128 : kMaxConsumers;
+  static constexpr int kRows = kConsumers / 2;  // of a tile
+  static constexpr int kThreads = kProducers + kConsumers;
+  static constexpr uint32_t kTensor = kKeys * kRowBytes<kHeadDim>;  // the keys of a stage; the values follow
+  static constexpr uint32_t kStage = 2 * kTensor;
+};
 
 // Named barriers.
 constexpr int kBuiltBarrier = 1;     // the union is built: consumers arrive, producers wait
@@ -33,6 +44,7 @@ static_assert(kListsFixed % 16 == 0);
 constexpr int ListsBytes(int words) { return kListsFixed + ((words * 6 + 15) / 16) * 16; }
 
 // Sum over the consumers before this one; `total` gets the sum over all. Ends with a barrier before the next use.
+template <int kConsumers>
 __device__ __forceinline__ int32_t ScanConsumers(const Lists& lists, int32_t own, int thread, int32_t& total) {
   int32_t sum = own;
 #pragma unroll
@@ -55,7 +67,9 @@ __device__ __forceinline__ int32_t ScanConsumers(const Lists& lists, int32_t own
 }
 
 // Consumers: the bitmap of all chosen blocks of the tile and its prefix sums. Returns how many blocks there are.
-__device__ inline int32_t BuildUnion(const AttendArgs& args, const Tile& tile, const Lists& lists, int thread) {
+template <int kConsumers>
+__device__ __forceinline__ int32_t BuildUnion(const AttendArgs& args, const Tile& tile, const Lists& lists,
+                                              int thread) {
   for (int i = thread; i < args.words; i += kConsumers) lists.bitmap[i] = 0;
   SyncNamed(kConsumerBarrier, kConsumers);
   EachChoice(args, tile, thread, [&](int32_t, int32_t t) { atomicOr(&lists.bitmap[t / 32], 1u << (t % 32)); });
@@ -64,7 +78,7 @@ __device__ inline int32_t BuildUnion(const AttendArgs& args, const Tile& tile, c
   const int begin = min(thread * per, args.words), end = min(begin + per, args.words);
   int32_t own = 0, total;
   for (int i = begin; i < end; ++i) own += __popc(lists.bitmap[i]);
-  int32_t before = ScanConsumers(lists, own, thread, total);
+  int32_t before = ScanConsumers<kConsumers>(lists, own, thread, total);
   for (int i = begin; i < end; ++i) {
     lists.before[i] = static_cast<uint16_t>(before);
     before += __popc(lists.bitmap[i]);
@@ -75,8 +89,9 @@ __device__ inline int32_t BuildUnion(const AttendArgs& args, const Tile& tile, c
 }
 
 // Consumers: blocks and masks of the union's entries [begin, end).
-__device__ inline void BuildSegment(const AttendArgs& args, const Tile& tile, const Lists& lists, int32_t begin,
-                                    int32_t end, int thread) {
+template <int kConsumers>
+__device__ __forceinline__ void BuildSegment(const AttendArgs& args, const Tile& tile, const Lists& lists,
+                                             int32_t begin, int32_t end, int thread) {
   uint32_t* words = reinterpret_cast<uint32_t*>(lists.masks);
   for (int i = thread; i < kSegment; i += kConsumers) reinterpret_cast<uint4*>(lists.masks)[i] = uint4{};
   SyncNamed(kConsumerBarrier, kConsumers);
@@ -97,19 +112,24 @@ template <typename T, int kHeadDim>
 __device__ __forceinline__ void Produce(const AttendArgs& args, const Tile& tile, const Lists& lists, uint32_t ring,
                                         uint32_t full, uint32_t empty) {
   const int warp = threadIdx.x / 32;
-  constexpr uint32_t kTile = BlockCopier<T, kHeadDim>::kBytes;
-  const BlockCopier<T, kHeadDim> keys(args, args.p.k, tile, threadIdx.x % 32);
-  const BlockCopier<T, kHeadDim> values(args, args.p.v, tile, threadIdx.x % 32);
+  using Size = Sizes<kHeadDim>;
+  using Copier = BlockCopier<T, kHeadDim, Size::kKeys>;
+  // Four warps: each takes a block's keys and values, or, of stages of two blocks, one of both.
+  constexpr bool kBoth = Size::kBlocks == kProducers / 32;
+  const int place = warp % Size::kBlocks;
+  const bool takes_keys = kBoth || warp < Size::kBlocks, takes_values = kBoth || warp >= Size::kBlocks;
+  const Copier keys(args, args.p.k, tile, threadIdx.x % 32);
+  const Copier values(args, args.p.v, tile, threadIdx.x % 32);
   int32_t segment_item = 0;  // of the first entry in `lists`
   int stage = 0;
   uint32_t parity = 1;
   const auto copy_stage = [&](int32_t item, int32_t end) {
-    const int32_t mine = item + warp;
+    const int32_t mine = item + place;
     int32_t block = -1;
     if (mine < end) block = mine < tile.band ? tile.BandBlock(mine) : lists.blocks[mine - segment_item];
     BarrierWait(empty + stage * 8, parity);
-    keys.Copy(block, ring + stage * (2 * kTile), warp);
-    values.Copy(block, ring + stage * (2 * kTile) + kTile, warp);
+    if (takes_keys) keys.Copy(block, ring + stage * Size::kStage, place);
+    if (takes_values) values.Copy(block, ring + stage * Size::kStage + Size::kTensor, place);
     BarrierArriveAfterCopies(full + stage * 8);
     if (++stage == kStages) {
       stage = 0;
@@ -118,15 +138,15 @@ __device__ __forceinline__ void Produce(const AttendArgs& args, const Tile& tile
   };
   // The band needs no lists: its full stages go out while the consumers build the union.
   int32_t item = 0;
-  const int32_t alone = tile.choose ? tile.band / kStageBlocks * kStageBlocks : tile.band;
-  for (; item < alone; item += kStageBlocks) copy_stage(item, tile.band);
+  const int32_t alone = tile.choose ? tile.band / Size::kBlocks * Size::kBlocks : tile.band;
+  for (; item < alone; item += Size::kBlocks) copy_stage(item, tile.band);
   if (!tile.choose) return;
   segment_item = tile.band;
   for (int32_t entry = 0;;) {
-    SyncNamed(kBuiltBarrier, kThreads);
+    SyncNamed(kBuiltBarrier, Size::kThreads);
     const int32_t total = lists.scratch[8];
     const int32_t end = segment_item + min(kSegment, total - entry);
-    for (; item < end; item += kStageBlocks) copy_stage(item, end);
+    for (; item < end; item += Size::kBlocks) copy_stage(item, end);
     entry += kSegment;
     if (entry >= total) return;
     segment_item = item;
@@ -137,30 +157,32 @@ __device__ __forceinline__ void Produce(const AttendArgs& args, const Tile& tile
 struct BandRange {
   int32_t first, last;  // blocks that some row reads
   int32_t plain, own;   // [plain, own): blocks that every row reads whole
+  int32_t whole;        // of the blocks before, the window may cut some
 };
 
 // What a warp takes from a stage. Bit n of `need`: some row reads block n. Bit 2n + e of `reads`: the lane's row e
-// does. `partial`: some row's own block is there.
+// does. `partial`: some row reads a part of a block.
 struct StagePlan {
   uint32_t need, reads;
   bool partial;
 };
 
+template <int kBlocks>
 __device__ __forceinline__ StagePlan PlanStage(const AttendArgs& args, const Tile& tile, const Lists& lists,
                                                const BandRange& range, const RowPair& rows, int32_t item,
                                                int32_t segment_item, int32_t end, int warp) {
   StagePlan plan{0, 0, false};
-  if (item + kStageBlocks <= tile.band) {
+  if (item + kBlocks <= tile.band) {
     // Whole stages inside the window of every row are most of the band.
     const int32_t block = tile.BandBlock(item);
-    if (block >= range.plain && block + kStageBlocks <= range.own && item >= tile.band_init) {
-      plan.need = (1u << kStageBlocks) - 1;
-      plan.reads = (1u << (2 * kStageBlocks)) - 1;
+    if (block >= range.plain && block + kBlocks <= range.own && item >= tile.band_init) {
+      plan.need = (1u << kBlocks) - 1;
+      plan.reads = (1u << (2 * kBlocks)) - 1;
       return plan;
     }
   }
 #pragma unroll 1
-  for (int n = 0; n < kStageBlocks; ++n) {
+  for (int n = 0; n < kBlocks; ++n) {
     const int32_t at = item + n;
     if (at >= end) break;
     if (at < tile.band) {
@@ -168,7 +190,7 @@ __device__ __forceinline__ StagePlan PlanStage(const AttendArgs& args, const Til
       const bool initial = block < args.p.shape.init_blocks;
       if (block > range.last || (!initial && block < range.first)) continue;
       plan.need |= 1u << n;
-      plan.partial |= block >= range.own;
+      plan.partial |= block >= range.own || block < range.whole;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         if ((initial || block >= rows.first[e]) && block * kBlock <= rows.position[e]) plan.reads |= 1u << (2 * n + e);
@@ -185,10 +207,9 @@ __device__ __forceinline__ StagePlan PlanStage(const AttendArgs& args, const Til
 // One warp, kBlocks blocks of a stage. `block` is the band's block where `partial`.
 template <typename T, int kHeadDim, int kBlocks>
 __device__ __forceinline__ void StepMma(uint32_t stage, const int (&at)[2], const int32_t (&block)[2], uint32_t reads,
-                                        bool partial, const uint32_t (&q)[kHeadDim / 16][4],
+                                        bool partial, int32_t reach, const uint32_t (&q)[kHeadDim / 16][4],
                                         float (&o)[kHeadDim / 8][4], RowPair& rows, float scale2, int lane) {
-  constexpr uint32_t kPanel = kStageKeys * 128;
-  constexpr uint32_t kTensor = kStageKeys * kHeadDim * 2;
+  constexpr uint32_t kPanel = Sizes<kHeadDim>::kKeys * 128, kTensor = Sizes<kHeadDim>::kTensor;
   float s[2 * kBlocks][4] = {};
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
@@ -203,7 +224,7 @@ __device__ __forceinline__ void StepMma(uint32_t stage, const int (&at)[2], cons
   }
   if (partial) {
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) MaskOwnBlock(s, 2 * n, block[n], rows, lane % 4);
+    for (int n = 0; n < kBlocks; ++n) MaskPartialBlock(s, 2 * n, block[n], rows, reach, lane % 4);
   }
   float factor[2];
   const auto row_reads = [&](int n, int e) { return ((reads >> (2 * n + e)) & 1) != 0; };
@@ -225,13 +246,15 @@ __device__ __forceinline__ void StepMma(uint32_t stage, const int (&at)[2], cons
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void Consume(const AttendArgs& args, const Tile& tile, const Lists& lists, uint32_t ring_at,
                                         uint32_t full, uint32_t empty) {
-  constexpr uint32_t kStageBytes = 2 * kStageKeys * kHeadDim * 2;
+  using Size = Sizes<kHeadDim>;
+  constexpr int kConsumers = Size::kConsumers;
   const Shape& shape = args.p.shape;
   const int thread = threadIdx.x - kProducers;
   const int warp = thread / 32, lane = thread % 32;
   const float scale2 = shape.scale * kLog2e;
+  const int32_t reach = Reach(shape);
   RowPair rows;
-  uint4 queries[2][kHeadDim / 32];
+  uint4 queries[2][kRowPieces<kHeadDim>];
   LoadTileRows<T, kHeadDim>(args, tile, warp, lane, rows, queries);
   uint32_t q[kHeadDim / 16][4];
   MakeOperand(queries, lane % 4, q);
@@ -240,33 +263,35 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, const Tile& tile
   {
     const int32_t position0 = tile.view.first_position() + tile.q0;
     const int32_t b0 = (position0 + min(warp * 16 / args.group, tile.queries - 1)) / kBlock;
-    const int32_t b1 = (position0 + min((warp * 16 + 15) / args.group, tile.queries - 1)) / kBlock;
+    const int32_t last = position0 + min((warp * 16 + 15) / args.group, tile.queries - 1);
+    const int32_t b1 = last / kBlock;
     range.first = LocalFirst(shape, b0);
     range.last = b1;
-    range.plain = LocalFirst(shape, b1);
+    range.whole = WholeFrom(shape, last);
+    range.plain = max(LocalFirst(shape, b1), range.whole);
     range.own = b0;
   }
 
   int32_t total = 0, entry = 0, segment_item = tile.band, end = tile.band;
   const auto build = [&] {
     const int32_t stop = min(entry + kSegment, total);
-    BuildSegment(args, tile, lists, entry, stop, thread);
+    BuildSegment<kConsumers>(args, tile, lists, entry, stop, thread);
     end = segment_item + stop - entry;
     entry = stop;
-    ArriveNamed(kBuiltBarrier, kThreads);
+    ArriveNamed(kBuiltBarrier, Size::kThreads);
   };
   if (tile.choose) {
-    total = BuildUnion(args, tile, lists, thread);
+    total = BuildUnion<kConsumers>(args, tile, lists, thread);
     build();
   }
   float o[kHeadDim / 8][4] = {};
   int index = 0;
   uint32_t parity = 0;
   for (int32_t item = 0;;) {
-    for (; item < end; item += kStageBlocks) {
-      StagePlan plan = PlanStage(args, tile, lists, range, rows, item, segment_item, end, warp);
+    for (; item < end; item += Size::kBlocks) {
+      StagePlan plan = PlanStage<Size::kBlocks>(args, tile, lists, range, rows, item, segment_item, end, warp);
       BarrierWait(full + index * 8, parity);
-      const uint32_t stage = ring_at + index * kStageBytes;
+      const uint32_t stage = ring_at + index * Size::kStage;
       while (plan.need != 0) {
         int at[2] = {0, 0};
         int32_t block[2] = {0, 0};
@@ -283,9 +308,9 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, const Tile& tile
           block[i] = item + n < tile.band ? tile.BandBlock(item + n) : 0;
         }
         if (two) {
-          StepMma<T, kHeadDim, 2>(stage, at, block, reads, plan.partial, q, o, rows, scale2, lane);
+          StepMma<T, kHeadDim, 2>(stage, at, block, reads, plan.partial, reach, q, o, rows, scale2, lane);
         } else {
-          StepMma<T, kHeadDim, 1>(stage, at, block, reads, plan.partial, q, o, rows, scale2, lane);
+          StepMma<T, kHeadDim, 1>(stage, at, block, reads, plan.partial, reach, q, o, rows, scale2, lane);
         }
       }
       BarrierArrive(empty + index * 8);
@@ -303,11 +328,11 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, const Tile& tile
 }
 
 template <typename T, int kHeadDim>
-__global__ __launch_bounds__(kThreads, 1) void AttendKernel(const __grid_constant__ AttendArgs args) {
+__global__ __launch_bounds__(Sizes<kHeadDim>::kThreads, 1) void AttendKernel(const __grid_constant__ AttendArgs args) {
   extern __shared__ __align__(1024) uint8_t shared[];
   Tile tile;
   if (!FindAttendTile(args, blockIdx.x, blockIdx.y, tile)) return;
-  uint8_t* at = shared + kStages * 2 * kStageKeys * kHeadDim * 2;
+  uint8_t* at = shared + kStages * Sizes<kHeadDim>::kStage;
   Lists lists;
   lists.masks = reinterpret_cast<uint16_t*>(at);
   lists.blocks = reinterpret_cast<int32_t*>(at + kSegment * 16);
@@ -319,7 +344,7 @@ __global__ __launch_bounds__(kThreads, 1) void AttendKernel(const __grid_constan
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       BarrierInit(full + i * 8, kProducers);
-      BarrierInit(empty + i * 8, kConsumers);  // every thread for what it read
+      BarrierInit(empty + i * 8, Sizes<kHeadDim>::kConsumers);  // every thread for what it read
     }
   }
   __syncthreads();
@@ -331,58 +356,23 @@ __global__ __launch_bounds__(kThreads, 1) void AttendKernel(const __grid_constan
   }
 }
 
+}  // namespace
+
 template <typename T, int kHeadDim>
-cudaError_t Launch(const ForwardParams& p, cudaStream_t stream) {
-  const AttendArgs args = MakeAttendArgs(p, kConsumers);
+cudaError_t AttendOf(const ForwardParams& p, cudaStream_t stream) {
+  using Size = Sizes<kHeadDim>;
+  const AttendArgs args = MakeAttendArgs(p, Size::kRows, Size::kConsumers);
   if (args.tiles == 0) return cudaSuccess;
-  const int shared = kStages * 2 * kStageKeys * kHeadDim * 2 + ListsBytes(args.words);
-  cudaError_t error =
+  const int shared = kStages * static_cast<int>(Size::kStage) + ListsBytes(args.words);
+  const cudaError_t error =
       cudaFuncSetAttribute(AttendKernel<T, kHeadDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
   const dim3 grid(args.tiles, p.shape.selection_heads);
-  AttendKernel<T, kHeadDim><<<grid, kThreads, shared, stream>>>(args);
+  AttendKernel<T, kHeadDim><<<grid, Size::kThreads, shared, stream>>>(args);
   return cudaGetLastError();
 }
 
-int32_t g_architecture = 0;
-
-}  // namespace
-
-void SetArchitecture(int32_t architecture) { g_architecture = architecture; }
-
-int32_t DeviceArchitecture() {
-  if (g_architecture != 0) return g_architecture;
-  int device = 0, major = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 80;
-  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return 80;
-  return major == 9 ? 90 : 80;
-}
-
-unsigned Multiprocessors() {
-  int device = 0, count = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 1;
-  if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return 1;
-  return static_cast<unsigned>(count);
-}
-
-const char* Unsupported(const Shape& shape, const Batch& batch) {
-  if (shape.dtype != Dtype::kBf16 && shape.dtype != Dtype::kF16) return "dtype: the CUDA kernels take bf16 and fp16";
-  if (shape.head_dim != 64 && shape.head_dim != 128) return "head_dim: the CUDA kernels take 64 and 128";
-  if (shape.num_kv_heads <= 0 || shape.num_q_heads % shape.num_kv_heads != 0)
-    return "num_kv_heads must divide num_q_heads";
-  if (shape.num_q_heads / shape.num_kv_heads > 16) return "group: the CUDA kernels take up to 16 query heads a KV head";
-  if (shape.parts != 1 && shape.parts != 2 && shape.parts != 4 && shape.parts != 8)
-    return "parts: the CUDA kernels take 1, 2, 4 and 8";
-  if (shape.top_k < 0 || shape.top_k > 64) return "top_k: the CUDA kernels take 0 to 64";
-  if (batch.max_kv_len > 1 << 20) return "kv_len: the CUDA kernels take up to 1048576 tokens";
-  return nullptr;
-}
-
-cudaError_t Attend(const ForwardParams& p, cudaStream_t stream) {
-  if (DeviceArchitecture() >= 90) return AttendWgmma(p, stream);
-  const bool bf = p.shape.dtype == Dtype::kBf16;
-  if (p.shape.head_dim == 128) return bf ? Launch<bf16, 128>(p, stream) : Launch<half, 128>(p, stream);
-  return bf ? Launch<bf16, 64>(p, stream) : Launch<half, 64>(p, stream);
-}
+template cudaError_t AttendOf<bf16, PHSA_HEAD_DIM>(const ForwardParams&, cudaStream_t);
+template cudaError_t AttendOf<half, PHSA_HEAD_DIM>(const ForwardParams&, cudaStream_t);
 
 }  // namespace phsa::cuda

@@ -1,16 +1,16 @@
 // What the two implementations of attend share: tiles and their lists, copies of blocks, the softmax, and the rows' way
 // in and out. A tile is 128 rows (query and head) of one KV head: 64 queries of a group of two. It reads a band (init
 // and local blocks of all its queries), then the union of its queries' choices. A row reads all of a block or nothing
-// of it, except in its own block, where it reads up to itself.
+// of it, except in its own block, where it reads up to itself, and where its window begins.
 #ifndef PHSA_ATTENTION_CUDA_ATTEND_CUH_
 #define PHSA_ATTENTION_CUDA_ATTEND_CUH_
 
-#include "device.cuh"
+#include "attention/cuda/device.cuh"
 
 namespace phsa::cuda {
 
-inline constexpr int kAttendRows = 128;
-inline constexpr int kStageBlocks = 4;  // blocks are copied and multiplied four at a time
+inline constexpr int kAttendRows = 128;  // of a tile, at most
+inline constexpr int kStageBlocks = 4;   // blocks are copied and multiplied four at a time
 inline constexpr int kStageKeys = kStageBlocks * kBlock;
 
 struct AttendArgs {
@@ -24,13 +24,13 @@ struct AttendArgs {
   int32_t query_shift;  // threads per query of the tile when lists are read, as a power of two
 };
 
-// `readers`: threads that read the lists.
-inline AttendArgs MakeAttendArgs(const ForwardParams& p, int32_t readers) {
+// `rows` of a tile; `readers`: threads that read the lists.
+inline AttendArgs MakeAttendArgs(const ForwardParams& p, int32_t rows, int32_t readers) {
   AttendArgs args{};
   args.p = p;
   args.group = p.shape.num_q_heads / p.shape.selection_heads;
   args.kv_div = p.shape.selection_heads / p.shape.num_kv_heads;
-  args.tile_queries = kAttendRows / args.group;
+  args.tile_queries = rows / args.group;
   args.tiles = MaxTiles(p.batch, args.tile_queries);
   while ((args.tile_queries << (args.query_shift + 1)) <= readers) ++args.query_shift;
   args.words = p.shape.top_k > 0 ? (p.batch.max_kv_len / kBlock + 32) / 32 : 0;
@@ -52,7 +52,7 @@ struct Tile {
 
 // First block that a query reads without choosing it, init aside.
 __device__ __forceinline__ int32_t LocalFirst(const Shape& shape, int32_t b) {
-  return ReadsAll(shape, b) ? 0 : b - shape.local_blocks;
+  return shape.ReadsAll(b) ? 0 : b - shape.local_blocks;
 }
 
 // Long reads first: tile 0 is the last of the batch. Returns whether there is such a tile.
@@ -68,7 +68,7 @@ __device__ __forceinline__ bool FindAttendTile(const AttendArgs& args, int32_t i
   tile.band_first = LocalFirst(args.p.shape, first);
   tile.band_init = min(args.p.shape.init_blocks, tile.band_first);
   tile.band = tile.band_init + last + 1 - tile.band_first;
-  tile.choose = args.p.shape.top_k > 0 && !ReadsAll(args.p.shape, last);
+  tile.choose = args.p.shape.top_k > 0 && !args.p.shape.ReadsAll(last);
   return true;
 }
 
@@ -83,7 +83,7 @@ template <typename Take>
 __device__ __forceinline__ void EachChoice(const AttendArgs& args, const Tile& tile, int thread, Take&& take) {
   const Shape& shape = args.p.shape;
   const int32_t q = thread >> args.query_shift, step = 1 << args.query_shift;
-  if (q >= tile.queries || ReadsAll(shape, (tile.view.first_position() + tile.q0 + q) / kBlock)) return;
+  if (q >= tile.queries || shape.ReadsAll((tile.view.first_position() + tile.q0 + q) / kBlock)) return;
   const int32_t* list = args.p.selection + ListOffset(args, tile, q);
   const uint32_t blocks = static_cast<uint32_t>(tile.view.kv_len + kBlock - 1) / kBlock;
 #pragma unroll 4
@@ -93,17 +93,18 @@ __device__ __forceinline__ void EachChoice(const AttendArgs& args, const Tile& t
   }
 }
 
-// Copies blocks of keys, or of values, into tiles of four blocks in shared memory; a warp copies a block.
-template <typename T, int kHeadDim>
+// Copies blocks of keys, or of values, into tiles of kKeys rows in shared memory; a warp copies a block.
+template <typename T, int kHeadDim, int kKeys = kStageKeys>
 class BlockCopier {
  public:
-  static constexpr uint32_t kPanel = kStageKeys * 128;
-  static constexpr uint32_t kBytes = kStageKeys * kHeadDim * 2;  // of a tile
+  static constexpr uint32_t kPanel = kKeys * 128;
+  static constexpr uint32_t kBytes = kKeys * kRowBytes<kHeadDim>;  // of a tile
 
   __device__ BlockCopier(const AttendArgs& args, const Rows& rows, const Tile& tile, int lane)
       : args_(args), rows_(rows), seq_(tile.view.seq), kv_len_(tile.view.kv_len), paged_(args.p.batch.page_size != 0) {
-    const int piece = lane % kPieces;
-    row0_ = lane / kPieces;
+    const int piece = lane % kLanes;
+    idle_ = piece >= kHeadDim / 8;
+    row0_ = lane / kLanes;
     // A lane's first row of block 0; a page's or sequence's place comes on top.
     from_ = static_cast<const T*>(rows.data) + tile.kv_head * rows.head_stride + row0_ * rows.token_stride + piece * 8;
     if (!paged_) from_ += BlockOffset(args.p.batch, rows, seq_, 0);
@@ -114,6 +115,7 @@ class BlockCopier {
 
   // Into rows 16 · place and on of the tile `to`; zeros where `block` is below 0.
   __device__ __forceinline__ void Copy(int32_t block, uint32_t to, int place) const {
+    if (kLanes * 8 != kHeadDim && idle_) return;
     const int valid = block >= 0 ? min(kBlock, kv_len_ - block * kBlock) : 0;
     block = max(block, 0);
     const T* from = from_ + (paged_ ? BlockOffset(args_.p.batch, rows_, seq_, block)
@@ -140,13 +142,13 @@ class BlockCopier {
   }
 
  private:
-  static constexpr int kPieces = kHeadDim / 8;
-  static constexpr int kRows = 32 / kPieces;  // that a warp copies at once
+  static constexpr int kLanes = kRowLanes<kHeadDim>;
+  static constexpr int kRows = 32 / kLanes;  // that a warp copies at once
 
   const AttendArgs& args_;
   const Rows& rows_;
   int32_t seq_, kv_len_;
-  bool paged_;
+  bool paged_, idle_;
   const T* from_;
   int row0_;
   uint32_t base_, swizzle_;
@@ -164,7 +166,7 @@ struct RowPair {
 // written.
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void LoadTileRows(const AttendArgs& args, const Tile& tile, int warp, int lane,
-                                             RowPair& rows, uint4 (&words)[2][kHeadDim / 32]) {
+                                             RowPair& rows, uint4 (&words)[2][kRowPieces<kHeadDim>]) {
   const int r = lane / 4, c = lane % 4;
   const T* from[2];
 #pragma unroll
@@ -180,19 +182,27 @@ __device__ __forceinline__ void LoadTileRows(const AttendArgs& args, const Tile&
               (tile.view.q_start + static_cast<int64_t>(tile.q0 + query)) * args.p.q.token_stride +
               (static_cast<int64_t>(tile.head) * args.group + row % args.group) * args.p.q.head_stride;
   }
-  LoadRowWords(from[0], from[1], c, words);
+  LoadRowWords<kHeadDim>(from[0], from[1], c, words);
 }
 
-// Own blocks: nothing after the row itself.
+// Blocks that a row reads in part: nothing after the row itself, nothing before its window. `reach`: tokens before a
+// query that it may read (Reach).
 template <int kCount>
-__device__ __forceinline__ void MaskOwnBlock(float (&s)[kCount][4], int at, int32_t block, const RowPair& rows, int c) {
+__device__ __forceinline__ void MaskPartialBlock(float (&s)[kCount][4], int at, int32_t block, const RowPair& rows,
+                                                 int32_t reach, int c) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (block * kBlock + 8 * j + 2 * c + i % 2 > rows.position[i / 2]) s[at + j][i] = -INFINITY;
+      const int32_t before = rows.position[i / 2] - (block * kBlock + 8 * j + 2 * c + i % 2);
+      if (static_cast<uint32_t>(before) > static_cast<uint32_t>(reach)) s[at + j][i] = -INFINITY;
     }
   }
+}
+__device__ __forceinline__ int32_t Reach(const Shape& shape) { return shape.window > 0 ? shape.window - 1 : INT32_MAX; }
+// First block that the queries up to `position` read whole, as far as their window goes.
+__device__ __forceinline__ int32_t WholeFrom(const Shape& shape, int32_t position) {
+  return (shape.WindowBegin(position) + kBlock - 1) / kBlock;
 }
 
 // The weights of new scores, two tiles of 8 a block, at the rows' reference values, in place of the scores; they are
@@ -293,16 +303,16 @@ __device__ __forceinline__ void Rescale(float (&o)[kCount][4], const float (&fac
 
 template <typename T, int kCount>
 __device__ __forceinline__ void PackWeights(const float (&s)[kCount][4], int at, uint32_t (&a)[4]) {
-  a[0] = Convert<T>::Pack(s[at][0], s[at][1]);
-  a[1] = Convert<T>::Pack(s[at][2], s[at][3]);
-  a[2] = Convert<T>::Pack(s[at + 1][0], s[at + 1][1]);
-  a[3] = Convert<T>::Pack(s[at + 1][2], s[at + 1][3]);
+  a[0] = Pack<T>(s[at][0], s[at][1]);
+  a[1] = Pack<T>(s[at][2], s[at][3]);
+  a[2] = Pack<T>(s[at + 1][0], s[at + 1][1]);
+  a[3] = Pack<T>(s[at + 1][2], s[at + 1][3]);
 }
 
 // Writes out and lse of a consumer warp's rows.
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, int kTiles>
 __device__ __forceinline__ void WriteTileRows(const AttendArgs& args, const Tile& tile, int warp, int lane,
-                                              const RowPair& rows, const float (&o)[kHeadDim / 8][4]) {
+                                              const RowPair& rows, const float (&o)[kTiles][4]) {
   const int r = lane / 4, c = lane % 4;
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
@@ -312,28 +322,30 @@ __device__ __forceinline__ void WriteTileRows(const AttendArgs& args, const Tile
     const int row = warp * 16 + r + 8 * e;
     const int32_t query = row / args.group;
     const bool writes = query < tile.queries;
-    const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
     const int64_t at = tile.view.q_start + static_cast<int64_t>(tile.q0 + query);
     const int64_t head = static_cast<int64_t>(tile.head) * args.group + row % args.group;
+    float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+    float lse = sum > 0.0f ? rows.max[e] + log2f(sum) : -INFINITY;
+    if (args.p.sinks != nullptr) {
+      lse = JoinSink(lse, args.p.sinks[head], inverse);
+    }
     T* out = static_cast<T*>(args.p.out.data) + at * args.p.out.token_stride + head * args.p.out.head_stride + 8 * c;
 #pragma unroll
     for (int j = 0; j < kHeadDim / 8; j += 4) {
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        words[i] = Convert<T>::Pack(o[j + i][2 * e] * inverse, o[j + i][2 * e + 1] * inverse);
+        const int n = min(j + i, kHeadDim / 8 - 1);  // beyond the row: not written
+        words[i] = Pack<T>(o[n][2 * e] * inverse, o[n][2 * e + 1] * inverse);
       }
       const uint4 piece = ExchangeWords(make_uint4(words[0], words[1], words[2], words[3]), c);
-      if (writes) *reinterpret_cast<uint4*>(out + j * 8) = piece;
+      if (writes && HasPiece<kHeadDim>(j + c)) *reinterpret_cast<uint4*>(out + j * 8) = piece;
     }
     if (writes && args.p.lse != nullptr && c == 0) {
-      args.p.lse[at * args.p.shape.num_q_heads + head] = sum > 0.0f ? (rows.max[e] + log2f(sum)) * kLn2 : -INFINITY;
+      args.p.lse[at * args.p.shape.num_q_heads + head] = lse * kLn2;
     }
   }
 }
-
-// The implementation for sm_90a: attend_wgmma.cu.
-cudaError_t AttendWgmma(const ForwardParams& p, cudaStream_t stream);
 
 }  // namespace phsa::cuda
 

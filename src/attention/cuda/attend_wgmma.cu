@@ -10,9 +10,10 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "attend.cuh"
-#include "wgmma.cuh"
+#include "attention/cuda/attend.cuh"
+#include "attention/cuda/wgmma.cuh"
 
+#if PHSA_HEAD_DIM <= 128  // wider heads take the plain kernel
 namespace phsa::cuda {
 namespace {
 
@@ -31,7 +32,7 @@ constexpr int kSegmentStages = kSegmentBlocks / kStageBlocks + 3;
 
 // Bits of a stage's flags; the second half's are one higher.
 [[maybe_unused]] constexpr uint32_t kWanted = 1;   // some row of the half reads something of the stage
-[[maybe_unused]] constexpr uint32_t kPartial = 4;  // some row's own block is there
+[[maybe_unused]] constexpr uint32_t kPartial = 4;  // some row reads a part of a block
 
 struct Segment {
   uint2 masks[kSegmentStages][kConsumerWarps];   // 16 bits a block: which of the warp's queries read it
@@ -56,9 +57,15 @@ struct Shared {
   uint64_t planned[kSegments], used[kSegments];
 };
 
-constexpr int RingBytes(int head_dim) { return kStages * 2 * kStageKeys * head_dim * 2; }
-constexpr int SharedBytes(int head_dim, int words) {
-  return RingBytes(head_dim) + static_cast<int>(sizeof(Shared)) + (words * 6 + 15) / 16 * 16;
+// Head sizes between are multiplied as the next of these, but for the inner index of scores: what lies in the columns
+// beyond reaches no column that is written.
+template <int kHeadDim>
+constexpr int kColumns = kHeadDim <= 64 ? 64 : 128;
+template <int kHeadDim>
+constexpr int kRingBytes = kStages * 2 * kStageKeys* kRowBytes<kHeadDim>;
+template <int kHeadDim>
+constexpr int SharedBytes(int words) {
+  return kRingBytes<kHeadDim> + static_cast<int>(sizeof(Shared)) + (words * 6 + 15) / 16 * 16;
 }
 
 #ifdef PHSA_SM90A
@@ -149,6 +156,7 @@ class Planner {
     const int32_t position = tile.view.first_position() + tile.q0 + q0;
     const int32_t b0 = position / kBlock, b1 = (position + max(count, 1) - 1) / kBlock;
     const int32_t local0 = LocalFirst(shape, b0), local1 = LocalFirst(shape, b1);
+    const int32_t whole = WholeFrom(shape, position + max(count, 1) - 1);
     for (int32_t base = 0; base < stages; base += kPlanners / kConsumerWarps) {
       const int32_t stage = base + thread_ / kConsumerWarps;
       uint32_t mask[kStageBlocks] = {};
@@ -169,7 +177,7 @@ class Planner {
               if (t <= b && (initial || t >= LocalFirst(shape, b))) mask[n] |= 1u << q;
             }
           }
-          partial |= t >= b0;
+          partial |= t >= b0 || t < whole;
         }
       }
       const bool wanted = (mask[0] | mask[1] | mask[2] | mask[3]) != 0;
@@ -405,6 +413,7 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, Shared& shared, 
   const int warp = OpaqueWarp() - (kCopiers + kPlanners) / 32, lane = OpaqueLane();
   const int half = warp / 4;
   const float scale2 = args.p.shape.scale * kLog2e;
+  const int32_t reach = Reach(args.p.shape);
   const uint32_t full = OpaqueAddress(shared.full);
   const uint32_t empty_k = OpaqueAddress(shared.empty[0]), empty_v = empty_k + kStages * 8;
   Place<kStages> stage;
@@ -412,12 +421,12 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, Shared& shared, 
   if (segments.Next().stages < 0) return;
   Tile tile = segments.Next().tile;
   RowPair rows;
-  uint4 queries[2][kHeadDim / 32];
+  uint4 queries[2][kRowPieces<kHeadDim>];
   LoadTileRows<T, kHeadDim>(args, tile, warp, lane, rows, queries);
   for (bool more = true; more;) {
     uint32_t q[kHeadDim / 16][4];
     MakeOperand(queries, lane % 4, q);
-    float o[kHeadDim / 8][4] = {};
+    float o[kColumns<kHeadDim> / 8][4] = {};
     float s[8][4];
     uint32_t a[kStageBlocks][4];
 
@@ -447,7 +456,7 @@ __device__ __forceinline__ void Consume(const AttendArgs& args, Shared& shared, 
       Pin(s);
       if ((flags & kPartial) == 0) return;
 #pragma unroll
-      for (int n = 0; n < kStageBlocks; ++n) MaskOwnBlock(s, 2 * n, segment.blocks[at][n], rows, lane % 4);
+      for (int n = 0; n < kStageBlocks; ++n) MaskPartialBlock(s, 2 * n, segment.blocks[at][n], rows, reach, lane % 4);
     };
 
     const auto softmax = [&](const auto& reads) {
@@ -535,7 +544,7 @@ template <typename T, int kHeadDim>
 __global__ __launch_bounds__(kThreads, 1) void AttendWgmmaKernel(const __grid_constant__ AttendArgs args) {
 #ifdef PHSA_SM90A
   extern __shared__ __align__(1024) uint8_t memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory + RingBytes(kHeadDim));
+  Shared& shared = *reinterpret_cast<Shared*>(memory + kRingBytes<kHeadDim>);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       BarrierInit(SharedAddress(&shared.full[i]), kCopiers);
@@ -573,12 +582,14 @@ int32_t HeadGroup(const ForwardParams& p) {
   return heads;
 }
 
+}  // namespace
+
 template <typename T, int kHeadDim>
-cudaError_t Launch(const ForwardParams& p, cudaStream_t stream) {
-  AttendArgs args = MakeAttendArgs(p, kPlanners);
+cudaError_t AttendWgmmaOf(const ForwardParams& p, cudaStream_t stream) {
+  AttendArgs args = MakeAttendArgs(p, kAttendRows, kPlanners);
   if (args.tiles == 0) return cudaSuccess;
   args.head_group = HeadGroup(p);
-  const int shared = SharedBytes(kHeadDim, args.words);
+  const int shared = SharedBytes<kHeadDim>(args.words);
   const auto kernel = AttendWgmmaKernel<T, kHeadDim>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
@@ -587,12 +598,8 @@ cudaError_t Launch(const ForwardParams& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-}  // namespace
-
-cudaError_t AttendWgmma(const ForwardParams& p, cudaStream_t stream) {
-  const bool bf = p.shape.dtype == Dtype::kBf16;
-  if (p.shape.head_dim == 128) return bf ? Launch<bf16, 128>(p, stream) : Launch<half, 128>(p, stream);
-  return bf ? Launch<bf16, 64>(p, stream) : Launch<half, 64>(p, stream);
-}
+template cudaError_t AttendWgmmaOf<bf16, PHSA_HEAD_DIM>(const ForwardParams&, cudaStream_t);
+template cudaError_t AttendWgmmaOf<half, PHSA_HEAD_DIM>(const ForwardParams&, cudaStream_t);
 
 }  // namespace phsa::cuda
+#endif

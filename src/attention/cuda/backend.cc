@@ -5,11 +5,9 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "attention/cuda/cuda.h"
-#include "attention/cuda/decode_backward.h"
 #include "base/cuda_error.h"
 #include "base/errors.h"
 
@@ -17,7 +15,7 @@ namespace phsa::cuda {
 namespace {
 
 constexpr size_t kAlignment = 256;
-constexpr int32_t kNoLimit = 1 << 30;  // above every position
+constexpr size_t kMostDecoded = 65535;  // sequences: a grid's limit
 
 size_t Aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -71,27 +69,15 @@ std::vector<char> FillTables(const PlanImpl& plan) {
   return bytes;
 }
 
-int32_t MaxQueries(const PlanImpl& plan) {
-  int32_t most = 0;
-  for (const PlanSequence& seq : plan.seqs) most = std::max(most, seq.q_len);
-  return most;
-}
-
-int32_t DenseBelow(const PlanImpl& plan) {
-  return plan.dense_blocks == kDenseEverywhere ? kNoLimit : plan.settings.dense_below;
-}
-
 Shape MakeShape(const PlanImpl& plan) {
   Shape shape{};
+  static_cast<BlockRules&>(shape) = plan;
   shape.dtype = static_cast<Dtype>(plan.dtype);
   shape.num_q_heads = plan.num_q_heads;
   shape.num_kv_heads = plan.num_kv_heads;
   shape.head_dim = plan.head_dim;
-  shape.selection_heads = plan.selection_heads;
-  shape.init_blocks = plan.init_blocks;
-  shape.local_blocks = plan.local_blocks;
-  shape.top_k = plan.top_k;
-  shape.dense_below = DenseBelow(plan);
+  // Where nothing is chosen the heads of a group share what they read, whatever group_reduce says.
+  shape.selection_heads = plan.top_k > 0 ? plan.selection_heads : plan.num_kv_heads;
   shape.group_max = plan.settings.group_reduce == GroupReduce::kMax;
   shape.parts = plan.PartsInReps() ? plan.parts : 1;
   shape.scale = plan.scale;
@@ -103,22 +89,10 @@ Batch MakeBatch(const PlanImpl& plan) {
   Batch batch{};
   batch.num_seqs = static_cast<int32_t>(plan.seqs.size());
   batch.total_q = static_cast<int32_t>(plan.num_queries);
-  batch.max_q_len = MaxQueries(plan);
+  for (const PlanSequence& seq : plan.seqs) batch.max_q_len = std::max(batch.max_q_len, seq.q_len);
   batch.max_kv_len = plan.max_kv_len;
   batch.page_size = plan.page_size;
   return batch;
-}
-
-MethodParams MakeMethod(const PlanImpl& plan) {
-  MethodParams method{};
-  method.init_blocks = plan.init_blocks;
-  method.local_blocks = plan.local_blocks;
-  method.top_k = plan.top_k;
-  method.dense_below =
-      plan.dense_blocks == kDenseEverywhere ? std::numeric_limits<int32_t>::max() : plan.settings.dense_below;
-  method.scale = plan.scale;
-  method.parts = plan.PartsInReps() ? plan.parts : 1;
-  return method;
 }
 
 size_t RepBytes(const PlanImpl& plan) {
@@ -128,34 +102,8 @@ size_t RepBytes(const PlanImpl& plan) {
 // One query per sequence, and lists for groups: what the decode kernels take.
 bool IsDecode(const PlanImpl& plan) {
   const auto one = [](const PlanSequence& seq) { return seq.q_len == 1; };
-  return plan.settings.group_reduce != GroupReduce::kNone && std::all_of(plan.seqs.begin(), plan.seqs.end(), one);
-}
-
-DecodeParams DecodeShape(const PlanImpl& plan) {
-  DecodeParams p{};
-  p.method = MakeMethod(plan);
-  p.dtype = plan.dtype;
-  p.num_seqs = static_cast<int32_t>(plan.seqs.size());
-  p.num_q_heads = plan.num_q_heads;
-  p.num_kv_heads = plan.num_kv_heads;
-  p.head_dim = plan.head_dim;
-  p.max_kv_len = plan.max_kv_len;
-  p.group_reduce = plan.settings.group_reduce == GroupReduce::kMax ? PHSA_GROUP_MAX : PHSA_GROUP_SUM;
-  p.page_size = plan.page_size;
-  return p;
-}
-
-BackwardParams BackwardShape(const PlanImpl& plan) {
-  BackwardParams p{};
-  p.method = MakeMethod(plan);
-  p.dtype = plan.dtype;
-  p.num_seqs = static_cast<int32_t>(plan.seqs.size());
-  p.num_q_heads = plan.num_q_heads;
-  p.num_kv_heads = plan.num_kv_heads;
-  p.head_dim = plan.head_dim;
-  p.total_tokens = static_cast<int32_t>(plan.num_queries);
-  p.max_seq_len = plan.max_kv_len;
-  return p;
+  return MakeShape(plan).selection_heads == plan.num_kv_heads && plan.seqs.size() <= kMostDecoded &&
+         std::all_of(plan.seqs.begin(), plan.seqs.end(), one);
 }
 
 // Whether representatives on pages are copied together before blocks are chosen: it pays for many queries.
@@ -171,7 +119,7 @@ Layout ForwardLayout(const PlanImpl& plan) {
   const size_t lists = static_cast<size_t>(plan.num_queries) * plan.selection_heads * plan.top_k;
   layout.scratch = layout.selection + Aligned(lists * sizeof(int32_t));
   size_t scratch = SelectWorkspaceSize(MakeShape(plan), MakeBatch(plan));
-  if (IsDecode(plan)) scratch = std::max(scratch, DecodeWorkspaceSize(DecodeShape(plan)));
+  if (IsDecode(plan)) scratch = std::max(scratch, DecodeWorkspaceSize(MakeShape(plan), MakeBatch(plan)));
   layout.end = layout.scratch + Aligned(scratch);
   return layout;
 }
@@ -186,18 +134,13 @@ void Check(cudaError_t error, const char* where) {
 }
 
 // The kernels load 16 bytes at a time.
-void CheckRows(const char* where, const char* name, const void* data, int64_t token_stride, int64_t head_stride,
-               int64_t page_stride) {
+Rows MakeRows(const char* where, const char* name, const void* data, int64_t token_stride, int64_t head_stride,
+              int64_t page_stride = 0) {
   if (reinterpret_cast<uintptr_t>(data) % 16 != 0 || token_stride % 8 != 0 || head_stride % 8 != 0 ||
       page_stride % 8 != 0) {
     ThrowInvalid("{}: {} is at {} with strides {}, {}, {}; allowed: a multiple of 16 bytes, and of 8 elements", where,
                  name, data, token_stride, head_stride, page_stride);
   }
-}
-
-Rows MakeRows(const char* where, const char* name, const void* data, int64_t token_stride, int64_t head_stride,
-              int64_t page_stride) {
-  CheckRows(where, name, data, token_stride, head_stride, page_stride);
   return {const_cast<void*>(data), token_stride, head_stride, page_stride};
 }
 
@@ -219,11 +162,12 @@ ForwardParams FromC(const PlanImpl& plan, const phsa::ForwardParams& c, bool att
   p.batch.kv_starts = At<int64_t>(c.workspace, tables.kv_starts);
   p.batch.page_table = c.kv.page_table;
   p.batch.page_table_stride = c.kv.page_table_stride;
-  if (c.q != nullptr) p.q = MakeRows(where, "q", c.q, c.q_token_stride, c.q_head_stride, 0);
+  if (c.q != nullptr) p.q = MakeRows(where, "q", c.q, c.q_token_stride, c.q_head_stride);
   p.k = MakeRows(where, "kv.k", c.kv.k, c.kv.k_token_stride, c.kv.k_head_stride, paged ? c.kv.k_page_stride : 0);
   if (attends) {
     p.v = MakeRows(where, "kv.v", c.kv.v, c.kv.v_token_stride, c.kv.v_head_stride, paged ? c.kv.v_page_stride : 0);
-    p.out = MakeRows(where, "out", c.out, c.out_token_stride, c.out_head_stride, 0);
+    p.out = MakeRows(where, "out", c.out, c.out_token_stride, c.out_head_stride);
+    p.sinks = c.sinks;
   }
   if (c.kv.reps != nullptr) {
     p.reps = MakeRows(where, "kv.reps", c.kv.reps, c.kv.rep_row_stride, c.kv.rep_head_stride,
@@ -257,41 +201,6 @@ void SelectBlocks(const PlanImpl& plan, const ForwardParams& p, void* workspace,
   Check(Select(packed, stream), where);
 }
 
-DecodeParams DecodeFromC(const PlanImpl& plan, const phsa::ForwardParams& c, const ForwardParams& p) {
-  DecodeParams d = DecodeShape(plan);
-  d.kv_lens = p.batch.kv_lens;
-  d.head_lambda = p.lambda;
-  d.q = p.q.data;
-  d.q_token_stride = p.q.token_stride;
-  d.q_head_stride = p.q.head_stride;
-  d.k = p.k.data;
-  d.k_token_stride = p.k.token_stride;
-  d.k_head_stride = p.k.head_stride;
-  d.k_page_stride = p.k.page_stride;
-  d.v = p.v.data;
-  d.v_token_stride = p.v.token_stride;
-  d.v_head_stride = p.v.head_stride;
-  d.v_page_stride = p.v.page_stride;
-  d.flags = p.flags;
-  d.flags_page_stride = p.flags_page_stride;
-  d.reps = p.reps.data;
-  d.rep_row_stride = p.reps.token_stride;
-  d.rep_head_stride = p.reps.head_stride;
-  d.rep_page_stride = p.reps.page_stride;
-  d.page_table = p.batch.page_table;
-  d.page_table_stride = p.batch.page_table_stride;
-  d.kv_starts = p.batch.kv_starts;
-  d.rep_starts = p.batch.rep_starts;
-  d.out = p.out.data;
-  d.out_token_stride = p.out.token_stride;
-  d.out_head_stride = p.out.head_stride;
-  d.lse = p.lse;
-  d.selection = c.selection;
-  d.workspace = p.workspace;
-  d.workspace_size = p.workspace_size;
-  return d;
-}
-
 cudaStream_t Stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 
 }  // namespace
@@ -309,14 +218,15 @@ void Prepare(PlanImpl* plan) {
     Throw(PHSA_UNSUPPORTED, "plan: survivors is {}; the CUDA kernels score the parts of all blocks (0)",
           plan->settings.survivors);
   }
-  if (plan->num_queries > kNoLimit) {
-    Throw(PHSA_UNSUPPORTED, "plan: {} queries; the CUDA kernels take up to {}", plan->num_queries, kNoLimit);
+  if (plan->num_queries > phsa::kMaxTokens) {
+    Throw(PHSA_UNSUPPORTED, "plan: {} queries; the CUDA kernels take up to {}", plan->num_queries, phsa::kMaxTokens);
   }
-  if (const char* reason = Unsupported(MakeShape(*plan), MakeBatch(*plan))) Throw(PHSA_UNSUPPORTED, "plan: {}", reason);
+  const Shape shape = MakeShape(*plan);
+  if (const char* reason = Unsupported(shape, plan->max_kv_len)) Throw(PHSA_UNSUPPORTED, "plan: {}", reason);
   plan->device_tables = FillTables(*plan);
   plan->workspace_size = ForwardLayout(*plan).end;
   if (plan->page_size == 0 && plan->self_attention) {  // else Plan refuses a backward
-    plan->backward_workspace_size = Aligned(Tables(*plan).size) + BackwardWorkspaceSize(BackwardShape(*plan));
+    plan->backward_workspace_size = Aligned(Tables(*plan).size) + BackwardWorkspaceSize(shape, MakeBatch(*plan));
   }
 }
 
@@ -344,11 +254,12 @@ void Attend(const PlanImpl& plan, const phsa::ForwardParams& params) {
 
 void Forward(const PlanImpl& plan, const phsa::ForwardParams& params) {
   const cudaStream_t stream = Stream(params.stream);
-  const ForwardParams p = FromC(plan, params, true, "forward");
+  ForwardParams p = FromC(plan, params, true, "forward");
   UploadTables(plan, params.workspace, stream, "forward");
   // Decoding has kernels of its own; they keep the representatives of a cache up, and give no scores.
   if (IsDecode(plan) && (params.kv.reps != nullptr || plan.top_k == 0) && params.selection_scores == nullptr) {
-    Check(Decode(DecodeFromC(plan, params, p), stream), "forward");
+    p.selection = params.selection;
+    Check(Decode(p, stream), "forward");
     return;
   }
   if (plan.top_k > 0) {
@@ -361,64 +272,40 @@ void Forward(const PlanImpl& plan, const phsa::ForwardParams& params) {
 }
 
 bool PrepareDecode(const PlanImpl& plan, const phsa::ForwardParams& params, const int32_t* kv_lens, const float* lambda,
-                   DecodeParams* decode) {
+                   ForwardParams* decode) {
   if (!IsDecode(plan)) return false;
-  *decode = DecodeFromC(plan, params, FromC(plan, params, true, "decode"));
-  decode->kv_lens = kv_lens;
-  decode->head_lambda = lambda;
+  *decode = FromC(plan, params, true, "decode");
+  decode->batch.kv_lens = kv_lens;
+  decode->lambda = lambda;
+  decode->selection = params.selection;
   decode->workspace = params.workspace;
   decode->workspace_size = params.workspace_size;
   return true;
 }
 
 void Backward(const PlanImpl& plan, const phsa::BackwardParams& params) {
-  if (plan.settings.group_reduce == GroupReduce::kNone && plan.top_k > 0) {
-    Throw(PHSA_UNSUPPORTED, "backward: group_reduce is none; the CUDA kernels take sum and max");
-  }
   for (const PlanSequence& seq : plan.seqs) {
     if (seq.kv_start != seq.q_start) Throw(PHSA_UNSUPPORTED, "backward: the CUDA kernels take packed keys");
   }
   const cudaStream_t stream = Stream(params.stream);
   const Tables tables(plan);
-  BackwardParams b = BackwardShape(plan);
   const auto rows = [](const char* name, const void* data, int64_t token_stride, int64_t head_stride) {
-    CheckRows("backward", name, data, token_stride, head_stride, 0);
+    return MakeRows("backward", name, data, token_stride, head_stride);
   };
-  rows("q", params.q, params.q_token_stride, params.q_head_stride);
-  rows("kv.k", params.kv.k, params.kv.k_token_stride, params.kv.k_head_stride);
-  rows("kv.v", params.kv.v, params.kv.v_token_stride, params.kv.v_head_stride);
-  rows("out", params.out, params.out_token_stride, params.out_head_stride);
-  rows("d_out", params.d_out, params.d_out_token_stride, params.d_out_head_stride);
-  rows("d_q", params.d_q, params.d_q_token_stride, params.d_q_head_stride);
-  rows("d_k", params.d_k, params.d_k_token_stride, params.d_k_head_stride);
-  rows("d_v", params.d_v, params.d_v_token_stride, params.d_v_head_stride);
-  b.cu_seqlens = At<int32_t>(params.workspace, tables.cu_q);
-  b.q = params.q;
-  b.q_token_stride = params.q_token_stride;
-  b.q_head_stride = params.q_head_stride;
-  b.k = params.kv.k;
-  b.k_token_stride = params.kv.k_token_stride;
-  b.k_head_stride = params.kv.k_head_stride;
-  b.v = params.kv.v;
-  b.v_token_stride = params.kv.v_token_stride;
-  b.v_head_stride = params.kv.v_head_stride;
-  b.out = params.out;
-  b.out_token_stride = params.out_token_stride;
-  b.out_head_stride = params.out_head_stride;
+  BackwardParams b{};
+  b.shape = MakeShape(plan);
+  b.batch = MakeBatch(plan);
+  b.batch.cu_q = At<int32_t>(params.workspace, tables.cu_q);
+  b.q = rows("q", params.q, params.q_token_stride, params.q_head_stride);
+  b.k = rows("kv.k", params.kv.k, params.kv.k_token_stride, params.kv.k_head_stride);
+  b.v = rows("kv.v", params.kv.v, params.kv.v_token_stride, params.kv.v_head_stride);
+  b.out = rows("out", params.out, params.out_token_stride, params.out_head_stride);
+  b.d_out = rows("d_out", params.d_out, params.d_out_token_stride, params.d_out_head_stride);
+  b.d_q = rows("d_q", params.d_q, params.d_q_token_stride, params.d_q_head_stride);
+  b.d_k = rows("d_k", params.d_k, params.d_k_token_stride, params.d_k_head_stride);
+  b.d_v = rows("d_v", params.d_v, params.d_v_token_stride, params.d_v_head_stride);
   b.lse = params.lse;
   b.selection = params.selection;
-  b.d_out = params.d_out;
-  b.d_out_token_stride = params.d_out_token_stride;
-  b.d_out_head_stride = params.d_out_head_stride;
-  b.d_q = params.d_q;
-  b.d_q_token_stride = params.d_q_token_stride;
-  b.d_q_head_stride = params.d_q_head_stride;
-  b.d_k = params.d_k;
-  b.d_k_token_stride = params.d_k_token_stride;
-  b.d_k_head_stride = params.d_k_head_stride;
-  b.d_v = params.d_v;
-  b.d_v_token_stride = params.d_v_token_stride;
-  b.d_v_head_stride = params.d_v_head_stride;
   const size_t begin = Aligned(tables.size);
   b.workspace = At<void>(params.workspace, begin);
   b.workspace_size = plan.backward_workspace_size - begin;

@@ -20,10 +20,11 @@ void Backward(const PlanImpl& plan, const phsa::BackwardParams& params);
 
 // A plan of one query a sequence as the decode kernels take it, for CUDA graphs that are replayed while sequences grow:
 // nothing is copied from the plan, whose lengths are upper limits. False where these kernels cannot run it.
-// kv_lens: device [num_seqs]; lambda: device [num_kv_heads]. The workspace takes DecodeWorkspaceSize(*decode) bytes.
-struct DecodeParams;
+// kv_lens: device [num_seqs]; lambda: device [num_kv_heads]. The workspace takes
+// DecodeWorkspaceSize(decode->shape, decode->batch) bytes.
+struct ForwardParams;
 PHSA_API bool PrepareDecode(const PlanImpl& plan, const phsa::ForwardParams& params, const int32_t* kv_lens,
-                            const float* lambda, DecodeParams* decode);
+                            const float* lambda, ForwardParams* decode);
 
 }  // namespace phsa::cuda
 

@@ -12,23 +12,13 @@
 // Two kernels instead of one for dQ and dK, dV cost seven products instead of five, but need neither atomics nor a
 // partial dQ per chosen block (4 GB of traffic at 32k tokens).
 #include <algorithm>
-#include <atomic>
-#include <climits>
 
-#include "attention/cuda/backward_wgmma.cuh"
-#include "attention/cuda/decode_backward.h"
-#include "attention/cuda/decode_backward_mma.cuh"
-
-// The products of a warpgroup and setmaxnreg are in sm_90a alone; the host's pass sees the kernels whole.
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-#define PHSA_SM90A 1
-#endif
+#include "attention/cuda/device.cuh"
+#include "attention/cuda/wgmma.cuh"
 
 namespace phsa::cuda {
 namespace {
 
-constexpr int kMaxTopK = 64;
-constexpr int kMaxGroup = 16;
 constexpr int kListTile = 128;  // queries per thread block of count and fill, one a thread
 constexpr int kScanThreads = 1024;
 constexpr int kOrderThreads = 128;
@@ -38,58 +28,68 @@ constexpr int kChosenStages = 3;     // of 16 rows
 constexpr int kKeyBlocks = 8;        // key blocks per thread block of the band, one a warp
 constexpr int kBandRows = 64;        // rows per stage of the band
 constexpr int kBandStages = 3;
-constexpr int kInitRange = 2048;    // queries per partial sum of the init blocks
-constexpr int kQueryWarps = 8;      // warps of dQ that multiply
-constexpr int kQueryCopyWarps = 4;  // and that copy
-constexpr int kQueryThreads = (kQueryWarps + kQueryCopyWarps) * 32;
-constexpr int kQueryGroup = 4;                        // key blocks that go together: one wait for four
-constexpr int kQueryStages = 6;                       // groups in flight
-constexpr int kPlainQueryStages = 3;                  // and where shared memory is 99 KB
+template <int kDim>
+constexpr int kPlainBandStages = kDim > 128 ? 2 : kBandStages;  // shared memory
+constexpr int kInitRange = 2048;                                // queries per partial sum of the init blocks
+constexpr int kQueryCopyWarps = 4;                              // warps of dQ that copy
+constexpr int kQueryGroup = 4;                                  // key blocks that go together: one wait for four
+constexpr int kQueryStages = 6;                                 // groups in flight
+constexpr int kPlainQueryStages = 3;                            // and where shared memory is 99 KB
 constexpr size_t kPartialBudget = size_t{512} << 20;  // bytes of partial sums at a time; KV heads go in passes
 
 struct Workspace {
-  float* delta;          // [token][q_head]
-  int32_t* counts;       // [kv_head][block]: queries that chose it
-  int32_t* offsets;      // [kv_head][block] + 1: where its list starts
-  int32_t* cursors;      // [kv_head][block]
-  int32_t* item_starts;  // [kv_head][block] + 1
-  int32_t* item_blocks;  // [item]: kv_head · blocks + block
-  int32_t* unordered;    // [edge]: positions in their sequence
-  int32_t* edges;        // [edge]: the same, ascending within a list
-  float4* chosen;        // [item of the pass][dk, dv][n-tile][lane]: fragments
-  float4* init;          // [range][kv_head][init tile][warp][dk, dv][n-tile][lane]
-  int32_t blocks;        // block slots of the batch: sequence s starts at cu_seqlens[s] / 16 + s
-  int32_t max_items;     // of one pass
-  int32_t heads_per_pass;
-  int32_t item_edges;    // queries per item
-  int32_t init_tiles;    // of kKeyBlocks
-  uint32_t group_magic;  // division by the group size, see Divide
+  float* delta;            // [token][q_head]
+  int32_t* counts;         // [head][block]: queries that chose it; heads are those that choose, here and below
+  int32_t* offsets;        // [head][block] + 1: where its list starts
+  int32_t* cursors;        // [head][block]
+  int32_t* item_starts;    // [head][block] + 1
+  int32_t* item_blocks;    // [item]: head · blocks + block
+  int32_t* unordered;      // [edge]: positions in their sequence
+  int32_t* edges;          // [edge]: the same, ascending within a list
+  float4* chosen;          // [item of the pass][dk, dv][n-tile][lane]: fragments
+  float4* init;            // [range][kv_head][init tile][warp][dk, dv][n-tile][lane]
+  int32_t blocks;          // block slots of the batch: sequence s starts at cu_q[s] / 16 + s
+  int32_t max_items;       // of one pass
+  int32_t heads_per_pass;  // KV heads
+  int32_t item_edges;      // queries per item
+  int32_t init_tiles;      // of kKeyBlocks
+  int32_t choosers;        // heads of a KV head that choose apart: 1, or all of its query heads
+  int32_t list_group;      // query heads that share a list
+  uint32_t group_magic;    // division by the query heads of a KV head, see Divide
+  uint32_t list_magic;     // and by those that share a list
 };
 
 size_t Align(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-size_t Layout(const BackwardParams& p, Workspace* w) {
-  const MethodParams& m = p.method;
-  const int group = p.num_q_heads / p.num_kv_heads;
-  w->blocks = p.total_tokens / kBlock + p.num_seqs;
-  w->item_edges = std::max(kItemRows / group, 1);
-  w->group_magic = group == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + group - 1) / group);
-  const size_t lists = static_cast<size_t>(w->blocks) * p.num_kv_heads;
-  const bool chooses = m.top_k > 0 && m.dense_below < p.max_seq_len;
-  const size_t edges_per_head = chooses ? static_cast<size_t>(p.total_tokens) * m.top_k : 0;
+uint32_t Magic(int divisor) {
+  return divisor == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + divisor - 1) / divisor);
+}
+
+size_t Layout(const Shape& shape, const Batch& batch, void* memory, Workspace* w) {
+  const bool chooses = shape.top_k > 0 && !shape.Dense((batch.max_kv_len - 1) / kBlock);
+  const size_t heads = static_cast<size_t>(chooses ? shape.selection_heads : shape.num_kv_heads);
+  w->blocks = batch.total_q / kBlock + batch.num_seqs;
+  w->choosers = static_cast<int32_t>(heads) / shape.num_kv_heads;
+  w->list_group = shape.Group() / w->choosers;
+  w->item_edges = std::max(kItemRows / w->list_group, 1);
+  w->group_magic = Magic(shape.Group());
+  w->list_magic = Magic(w->list_group);
+  const size_t lists = static_cast<size_t>(w->blocks) * heads;
+  const size_t edges_per_head = chooses ? static_cast<size_t>(batch.total_q) * shape.top_k : 0;
   const size_t items_per_head = chooses ? w->blocks + edges_per_head / w->item_edges : 0;
-  const size_t partial = size_t{2} * kBlock * p.head_dim * sizeof(float);
-  w->heads_per_pass = p.num_kv_heads;
+  const size_t partial = size_t{2} * kBlock * shape.head_dim * sizeof(float);
+  const size_t items_per_kv_head = items_per_head * w->choosers;
+  w->heads_per_pass = shape.num_kv_heads;
   if (items_per_head > 0) {
     w->heads_per_pass = static_cast<int32_t>(
-        std::clamp<size_t>(kPartialBudget / (items_per_head * partial), 1, static_cast<size_t>(p.num_kv_heads)));
+        std::clamp<size_t>(kPartialBudget / (items_per_kv_head * partial), 1, static_cast<size_t>(shape.num_kv_heads)));
   }
-  w->max_items = static_cast<int32_t>(items_per_head * w->heads_per_pass);
-  const int64_t longest = (static_cast<int64_t>(p.max_seq_len) + kBlock - 1) / kBlock;
-  w->init_tiles = static_cast<int32_t>((std::min<int64_t>(m.init_blocks, longest) + kKeyBlocks - 1) / kKeyBlocks);
-  const size_t ranges = static_cast<size_t>(p.total_tokens) / kInitRange + p.num_seqs;
+  w->max_items = static_cast<int32_t>(items_per_kv_head * w->heads_per_pass);
+  const int64_t longest = BlocksFor(batch.max_kv_len, kBlock);
+  w->init_tiles = static_cast<int32_t>((std::min<int64_t>(shape.init_blocks, longest) + kKeyBlocks - 1) / kKeyBlocks);
+  const size_t ranges = static_cast<size_t>(batch.total_q) / kInitRange + batch.num_seqs;
 
-  char* base = static_cast<char*>(p.workspace);
+  char* base = static_cast<char*>(memory);
   size_t at = 0;
   auto take = [&](size_t bytes) {
     char* here = base + at;
@@ -97,16 +97,16 @@ size_t Layout(const BackwardParams& p, Workspace* w) {
     return here;
   };
   auto ints = [&](size_t count) { return reinterpret_cast<int32_t*>(take(count * sizeof(int32_t))); };
-  w->delta = reinterpret_cast<float*>(take(static_cast<size_t>(p.total_tokens) * p.num_q_heads * sizeof(float)));
+  w->delta = reinterpret_cast<float*>(take(static_cast<size_t>(batch.total_q) * shape.num_q_heads * sizeof(float)));
   w->counts = ints(lists);
   w->offsets = ints(lists + 1);
   w->cursors = ints(lists);
   w->item_starts = ints(lists + 1);
-  w->item_blocks = ints(items_per_head * p.num_kv_heads);
-  w->unordered = ints(edges_per_head * p.num_kv_heads);
-  w->edges = ints(edges_per_head * p.num_kv_heads);
+  w->item_blocks = ints(items_per_head * heads);
+  w->unordered = ints(edges_per_head * heads);
+  w->edges = ints(edges_per_head * heads);
   w->chosen = reinterpret_cast<float4*>(take(w->max_items * partial));
-  w->init = reinterpret_cast<float4*>(take(ranges * p.num_kv_heads * w->init_tiles * kKeyBlocks * partial));
+  w->init = reinterpret_cast<float4*>(take(ranges * shape.num_kv_heads * w->init_tiles * kKeyBlocks * partial));
   return at;
 }
 
@@ -121,10 +121,10 @@ struct Tile {
 __device__ bool FindTile(const BackwardParams& p, int size, int index, Tile* out) {
   const int lane = threadIdx.x % 32;
   int before = 0;
-  for (int base = 0; base < p.num_seqs; base += 32) {
+  for (int base = 0; base < p.batch.num_seqs; base += 32) {
     const int seq = base + lane;
-    const int start = seq < p.num_seqs ? p.cu_seqlens[seq] : 0;
-    const int length = seq < p.num_seqs ? p.cu_seqlens[seq + 1] - start : 0;
+    const int start = seq < p.batch.num_seqs ? p.batch.cu_q[seq] : 0;
+    const int length = seq < p.batch.num_seqs ? p.batch.cu_q[seq + 1] - start : 0;
     const int tiles = (length + size - 1) / size;
     int inclusive = tiles;
 #pragma unroll
@@ -152,15 +152,15 @@ __device__ __forceinline__ int FirstBlock(int seq, int start) { return start / k
 __device__ void FindBlock(const BackwardParams& p, int slot, Tile* out) {
   const int lane = threadIdx.x % 32;
   int seq = -1;
-  for (int base = 0; base < p.num_seqs; base += 32) {
+  for (int base = 0; base < p.batch.num_seqs; base += 32) {
     const int s = base + lane;
-    const uint32_t reached = __ballot_sync(kFullWarp, s < p.num_seqs && FirstBlock(s, p.cu_seqlens[s]) <= slot);
+    const uint32_t reached = __ballot_sync(kFullWarp, s < p.batch.num_seqs && FirstBlock(s, p.batch.cu_q[s]) <= slot);
     if (reached == 0) break;
     seq = base + 31 - __clz(static_cast<int>(reached));
   }
   out->seq = seq;
-  out->start = p.cu_seqlens[seq];
-  out->length = p.cu_seqlens[seq + 1] - out->start;
+  out->start = p.batch.cu_q[seq];
+  out->length = p.batch.cu_q[seq + 1] - out->start;
   out->index = slot - FirstBlock(seq, out->start);
 }
 
@@ -169,11 +169,11 @@ __device__ __forceinline__ int Divide(int row, uint32_t magic) {
   return magic == 0 ? row : static_cast<int>(__umulhi(static_cast<uint32_t>(row), magic));
 }
 
-// Shared memory holds rows of kDim elements; their 16-byte pieces are permuted so that both the copies and the loads of
-// 8 x 8 matrices touch every bank once.
+// Shared memory holds rows of kDim elements, kRowBytes apart; their 16-byte pieces are permuted so that both the copies
+// and the loads of 8 x 8 matrices touch every bank once.
 template <int kDim>
 __device__ __forceinline__ uint32_t PieceOffset(int row, int piece) {
-  return static_cast<uint32_t>(row * kDim * 2 + ((piece ^ (row & 7)) * 16));
+  return static_cast<uint32_t>(row * kRowBytes<kDim> + ((piece ^ (row & 7)) * 16));
 }
 
 // The right operand of a product whose columns are 16 rows in shared memory and whose inner index is the element: where
@@ -209,54 +209,21 @@ __device__ __forceinline__ void LoadLeft(uint32_t (&a)[kDim / 16][4], const T* l
   }
 }
 
-__device__ __forceinline__ void BarrierInit(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
-  asm volatile(
-      "{\n"
-      ".reg .b64 state;\n"
-      "mbarrier.arrive.shared.b64 state, [%0];\n"
-      "}\n" ::"r"(barrier)
-      : "memory");
-}
-// Arrives when the copies that this thread has started are done.
-__device__ __forceinline__ void BarrierArriveAfterCopies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t phase) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-#define PHSA_BARRIER_WAIT "mbarrier.test_wait.parity.shared.b64"
-#else
-#define PHSA_BARRIER_WAIT "mbarrier.try_wait.parity.shared::cta.b64"
-#endif
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n" PHSA_BARRIER_WAIT
-      " done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(barrier),
-      "r"(phase)
-      : "memory");
-#undef PHSA_BARRIER_WAIT
-}
-
 // ---- delta ----------------------------------------------------------------------------------------------------------
 
 template <typename T, int kDim>
 __global__ void __launch_bounds__(256) DeltaKernel(const __grid_constant__ BackwardParams p, Workspace w) {
-  constexpr int kLanes = kDim / 8;
+  constexpr int kLanes = kRowLanes<kDim>;
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x) / kLanes;
   const int piece = threadIdx.x % kLanes;
-  const int64_t token = row / p.num_q_heads;
-  const int head = static_cast<int>(row % p.num_q_heads);
+  const int64_t token = row / p.shape.num_q_heads;
+  const int head = static_cast<int>(row % p.shape.num_q_heads);
   float sum = 0;
-  if (token < p.total_tokens) {
-    const uint4 a = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.out) + token * p.out_token_stride +
-                                                    head * p.out_head_stride + piece * 8);
-    const uint4 b = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.d_out) + token * p.d_out_token_stride +
-                                                    head * p.d_out_head_stride + piece * 8);
+  if (token < p.batch.total_q && (kLanes * 8 == kDim || piece < kDim / 8)) {
+    const uint4 a = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.out.data) + token * p.out.token_stride +
+                                                    head * p.out.head_stride + piece * 8);
+    const uint4 b = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.d_out.data) + token * p.d_out.token_stride +
+                                                    head * p.d_out.head_stride + piece * 8);
     const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -266,7 +233,7 @@ __global__ void __launch_bounds__(256) DeltaKernel(const __grid_constant__ Backw
   }
 #pragma unroll
   for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-  if (token < p.total_tokens && piece == 0) w.delta[row] = sum;
+  if (token < p.batch.total_q && piece == 0) w.delta[row] = sum;
 }
 
 // ---- inverse lists --------------------------------------------------------------------------------------------------
@@ -277,12 +244,12 @@ template <bool kFill>
 __global__ void __launch_bounds__(kListTile) ListKernel(const __grid_constant__ BackwardParams p, Workspace w) {
   Tile tile;
   if (!FindTile(p, kListTile, blockIdx.x, &tile)) return;
-  const int kv_head = blockIdx.y, top_k = p.method.top_k;
+  const int head = blockIdx.y, top_k = p.shape.top_k;
   const int query = tile.index * kListTile + threadIdx.x;
   const bool valid = query < tile.length;
   const int32_t* selection =
-      p.selection + (static_cast<int64_t>(tile.start + (valid ? query : 0)) * p.num_kv_heads + kv_head) * top_k;
-  int32_t* const to = (kFill ? w.cursors : w.counts) + kv_head * w.blocks + FirstBlock(tile.seq, tile.start);
+      p.selection + (static_cast<int64_t>(tile.start + (valid ? query : 0)) * p.shape.selection_heads + head) * top_k;
+  int32_t* const to = (kFill ? w.cursors : w.counts) + head * w.blocks + FirstBlock(tile.seq, tile.start);
   const uint32_t before = (1u << (threadIdx.x % 32)) - 1;
   for (int i = 0; i < top_k; ++i) {
     const int block = valid ? selection[i] : -1;
@@ -442,14 +409,14 @@ struct KeyGradients {
   }
   __device__ void Finish(const BackwardParams& p, const Tile& tile, int block, int kv_head) const {
     const int lane = threadIdx.x % 32;
-    const float scale = p.method.scale;
+    const float scale = p.shape.scale;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int position = block * kBlock + lane / 4 + half * 8;
       if (position >= tile.length) continue;
       const int64_t token = tile.start + position;
-      T* d_k = static_cast<T*>(p.d_k) + token * p.d_k_token_stride + kv_head * p.d_k_head_stride + lane % 4 * 2;
-      T* d_v = static_cast<T*>(p.d_v) + token * p.d_v_token_stride + kv_head * p.d_v_head_stride + lane % 4 * 2;
+      T* d_k = static_cast<T*>(p.d_k.data) + token * p.d_k.token_stride + kv_head * p.d_k.head_stride + lane % 4 * 2;
+      T* d_v = static_cast<T*>(p.d_v.data) + token * p.d_v.token_stride + kv_head * p.d_v.head_stride + lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
         *reinterpret_cast<uint32_t*>(d_k + n * 8) = Pack<T>(dk[n][half * 2] * scale, dk[n][half * 2 + 1] * scale);
@@ -469,10 +436,10 @@ struct KeyBlock : KeyGradients<T, kDim> {
   __device__ void Start(const BackwardParams& p, const Tile& tile, int block, int kv_head) {
     const int low = block * kBlock + static_cast<int>(threadIdx.x) % 32 / 4, high = low + 8;
     const int64_t token = tile.start + low;
-    const T* keys = static_cast<const T*>(p.k) + token * p.k_token_stride + kv_head * p.k_head_stride;
-    const T* values = static_cast<const T*>(p.v) + token * p.v_token_stride + kv_head * p.v_head_stride;
-    LoadLeft<T, kDim>(k, keys, keys + 8 * p.k_token_stride, low < tile.length, high < tile.length);
-    LoadLeft<T, kDim>(v, values, values + 8 * p.v_token_stride, low < tile.length, high < tile.length);
+    const T* keys = static_cast<const T*>(p.k.data) + token * p.k.token_stride + kv_head * p.k.head_stride;
+    const T* values = static_cast<const T*>(p.v.data) + token * p.v.token_stride + kv_head * p.v.head_stride;
+    LoadLeft<T, kDim>(k, keys, keys + 8 * p.k.token_stride, low < tile.length, high < tile.length);
+    LoadLeft<T, kDim>(v, values, values + 8 * p.v.token_stride, low < tile.length, high < tile.length);
     this->Clear();
   }
 
@@ -488,10 +455,10 @@ struct KeyBlock : KeyGradients<T, kDim> {
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
       uint32_t b[4];
-      LoadMatrix4(b, AtStep(q + columns, step, 128));
+      LoadMatrix(b, AtStep(q + columns, step, 128));
       Mma<T>(s[0], k[step][0], k[step][1], k[step][2], k[step][3], b[0], b[1]);
       Mma<T>(s[1], k[step][0], k[step][1], k[step][2], k[step][3], b[2], b[3]);
-      LoadMatrix4(b, AtStep(d_out + columns, step, 128));
+      LoadMatrix(b, AtStep(d_out + columns, step, 128));
       Mma<T>(d[0], v[step][0], v[step][1], v[step][2], v[step][3], b[0], b[1]);
       Mma<T>(d[1], v[step][0], v[step][1], v[step][2], v[step][3], b[2], b[3]);
     }
@@ -515,10 +482,10 @@ struct KeyBlock : KeyGradients<T, kDim> {
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
       uint32_t b[4];
-      LoadMatrix4Transposed(b, AtStep(d_out + inner, step, 128));
+      LoadMatrixTransposed(b, AtStep(d_out + inner, step, 128));
       Mma<T>(dv[step * 2], a[0], a[1], a[2], a[3], b[0], b[1]);
       Mma<T>(dv[step * 2 + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-      LoadMatrix4Transposed(b, AtStep(q + inner, step, 128));
+      LoadMatrixTransposed(b, AtStep(q + inner, step, 128));
       Mma<T>(dk[step * 2], e[0], e[1], e[2], e[3], b[0], b[1]);
       Mma<T>(dk[step * 2 + 1], e[0], e[1], e[2], e[3], b[2], b[3]);
     }
@@ -531,7 +498,7 @@ __device__ __forceinline__ void CopyAsync4(uint32_t to, const void* from, bool v
 
 template <int kDim, int kRows>
 struct RowStage {  // rows of q and d_out, and what belongs to them
-  static constexpr int kQ = 0, kDOut = kRows * kDim * 2, kLse = 2 * kDOut, kDelta = kLse + kRows * 4;
+  static constexpr int kQ = 0, kDOut = kRows * kRowBytes<kDim>, kLse = 2 * kDOut, kDelta = kLse + kRows * 4;
   static constexpr int kBytes = kDelta + kRows * 4;
 };
 
@@ -541,16 +508,16 @@ __global__ void __launch_bounds__(32, 8)
     ChosenKernel(const __grid_constant__ BackwardParams p, Workspace w, int head_begin, int head_end) {
   using Stage = RowStage<kDim, 16>;
   extern __shared__ __align__(128) unsigned char shared[];
-  const int first_item = w.item_starts[head_begin * w.blocks];
+  const int first_item = w.item_starts[head_begin * w.choosers * w.blocks];
   const int item = first_item + static_cast<int>(blockIdx.x);
-  if (item >= w.item_starts[head_end * w.blocks]) return;
+  if (item >= w.item_starts[head_end * w.choosers * w.blocks]) return;
   const int list = w.item_blocks[item];
-  const int kv_head = list / w.blocks;
+  const int chooser = list / w.blocks, kv_head = chooser / w.choosers;
   Tile tile;
   FindBlock(p, list % w.blocks, &tile);
   const int begin = w.offsets[list] + (item - w.item_starts[list]) * w.item_edges;
   const int edges = min(w.item_edges, w.offsets[list + 1] - begin);
-  const int group = p.num_q_heads / p.num_kv_heads;
+  const int group = w.list_group;
   const int rows = edges * group, visits = (rows + 15) / 16;
   const int lane = threadIdx.x;
 
@@ -568,15 +535,15 @@ __global__ void __launch_bounds__(32, 8)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = visit * 16 + lane / 4 + half * 8;
-      const int edge = Divide(row, w.group_magic);
+      const int edge = Divide(row, w.list_magic);
       out.token[half] = row < rows ? tile.start + w.edges[begin + edge] : -1;
-      out.head[half] = kv_head * group + row - edge * group;
+      out.head[half] = chooser * group + row - edge * group;
     }
     return out;
   };
-  uint32_t offsets[kDim / 32];
+  uint32_t offsets[kRowPieces<kDim>];
 #pragma unroll
-  for (int j = 0; j < kDim / 32; ++j) offsets[j] = PieceOffset<kDim>(lane / 4, lane % 4 + j * 4);
+  for (int j = 0; j < kRowPieces<kDim>; ++j) offsets[j] = PieceOffset<kDim>(lane / 4, lane % 4 + j * 4);
   auto load = [&](int visit, const Rows& of) {
     const uint32_t to = base + visit % kChosenStages * Stage::kBytes;
 #pragma unroll
@@ -584,18 +551,19 @@ __global__ void __launch_bounds__(32, 8)
       const bool valid = of.token[half] >= 0;
       const int64_t token = max(of.token[half], 0);
       const T* q =
-          static_cast<const T*>(p.q) + token * p.q_token_stride + of.head[half] * p.q_head_stride + lane % 4 * 8;
-      const T* d_out = static_cast<const T*>(p.d_out) + token * p.d_out_token_stride +
-                       of.head[half] * p.d_out_head_stride + lane % 4 * 8;
-      const uint32_t row = to + half * 8 * kDim * 2;
+          static_cast<const T*>(p.q.data) + token * p.q.token_stride + of.head[half] * p.q.head_stride + lane % 4 * 8;
+      const T* d_out = static_cast<const T*>(p.d_out.data) + token * p.d_out.token_stride +
+                       of.head[half] * p.d_out.head_stride + lane % 4 * 8;
+      const uint32_t row = to + half * 8 * kRowBytes<kDim>;
 #pragma unroll
-      for (int j = 0; j < kDim / 32; ++j) {
+      for (int j = 0; j < kRowPieces<kDim>; ++j) {
+        if (!HasPiece<kDim>(lane % 4 + 4 * j)) continue;
         CopyAsync16(row + Stage::kQ + offsets[j], q + j * 32, valid);
         CopyAsync16(row + Stage::kDOut + offsets[j], d_out + j * 32, valid);
       }
       if (lane % 4 < 2) {
         CopyAsync4(to + (lane % 4 == 0 ? Stage::kLse : Stage::kDelta) + (lane / 4 + half * 8) * 4,
-                   (lane % 4 == 0 ? p.lse : w.delta) + token * p.num_q_heads + of.head[half], valid);
+                   (lane % 4 == 0 ? p.lse : w.delta) + token * p.shape.num_q_heads + of.head[half], valid);
       }
     }
   };
@@ -605,17 +573,17 @@ __global__ void __launch_bounds__(32, 8)
     const Rows now = next;
     next = rows_of(i + 1);
     if (i < visits) load(i, now);
-    CopyCommit();
+    CommitCopies();
   }
-  const float scale_log2 = p.method.scale * kLog2e;
+  const float scale_log2 = p.shape.scale * kLog2e;
   for (int visit = 0; visit < visits; ++visit) {
-    CopyWait<kChosenStages - 2>();
+    WaitCopies<kChosenStages - 2>();
     __syncwarp();
     const int ahead = visit + kChosenStages - 1;
     const Rows now = next;
     next = rows_of(ahead + 1);
     if (ahead < visits) load(ahead, now);
-    CopyCommit();
+    CommitCopies();
     const unsigned char* stage = shared + visit % kChosenStages * Stage::kBytes;
     const uint32_t at = base + visit % kChosenStages * Stage::kBytes;
     block.Add(at + Stage::kQ, at + Stage::kDOut, reinterpret_cast<const float*>(stage + Stage::kLse),
@@ -636,13 +604,12 @@ struct BandRange {
 // False where there is nothing to do. With kInit: the queries beyond local_end, a range of them per thread block.
 template <bool kInit>
 __device__ bool FindBand(const BackwardParams& p, BandRange* out) {
-  const MethodParams& m = p.method;
+  const Shape& m = p.shape;
   if (!FindTile(p, kInit ? kInitRange : kKeyBlocks * kBlock, blockIdx.x, &out->tile)) return false;
   const Tile& tile = out->tile;
   out->key_tile = kInit ? static_cast<int>(blockIdx.z) : tile.index;
-  const int64_t last_local = (static_cast<int64_t>(out->key_tile + 1) * kKeyBlocks + m.local_blocks) * kBlock;
-  out->local_end =
-      static_cast<int>(min(static_cast<int64_t>(tile.length), max(last_local, static_cast<int64_t>(m.dense_below))));
+  const int64_t last_local = int64_t{m.LocalQueryEnd((out->key_tile + 1) * kKeyBlocks - 1)} * kBlock;
+  out->local_end = static_cast<int>(min(static_cast<int64_t>(tile.length), last_local));
   out->begin = kInit ? max(out->local_end, tile.index * kInitRange) : out->key_tile * kKeyBlocks * kBlock;
   out->end = kInit ? min(tile.length, (tile.index + 1) * kInitRange) : out->local_end;
   return !kInit || out->begin < out->end;
@@ -653,13 +620,13 @@ template <bool kInit, typename T, int kDim>
 __device__ void FinishBand(const BackwardParams& p, const Workspace& w, const BandRange& range, int kv_head,
                            int head_begin, KeyGradients<T, kDim>* sums) {
   constexpr int kPartial = KeyGradients<T, kDim>::kPartial;
-  const MethodParams& m = p.method;
+  const Shape& m = p.shape;
   const Tile& tile = range.tile;
   const int warp = threadIdx.x / 32, block = range.key_tile * kKeyBlocks + warp;
   auto init_partial = [&](int index) {
     const int64_t slot = tile.start / kInitRange + tile.seq + index;
     return w.init +
-           (((slot * p.num_kv_heads + kv_head) * w.init_tiles + range.key_tile) * kKeyBlocks + warp) * kPartial;
+           (((slot * p.shape.num_kv_heads + kv_head) * w.init_tiles + range.key_tile) * kKeyBlocks + warp) * kPartial;
   };
   if (kInit) {
     sums->Store(init_partial(tile.index));
@@ -674,10 +641,12 @@ __device__ void FinishBand(const BackwardParams& p, const Workspace& w, const Ba
     }
   }
   if (w.max_items > 0) {
-    const int list = kv_head * w.blocks + FirstBlock(tile.seq, tile.start) + block;
-    const int first_item = w.item_starts[head_begin * w.blocks];
-    for (int item = w.item_starts[list]; item < w.item_starts[list + 1]; ++item) {
-      sums->AddPartial(w.chosen + static_cast<int64_t>(item - first_item) * kPartial);
+    const int first_item = w.item_starts[head_begin * w.choosers * w.blocks];
+    for (int chooser = kv_head * w.choosers; chooser < (kv_head + 1) * w.choosers; ++chooser) {
+      const int list = chooser * w.blocks + FirstBlock(tile.seq, tile.start) + block;
+      for (int item = w.item_starts[list]; item < w.item_starts[list + 1]; ++item) {
+        sums->AddPartial(w.chosen + static_cast<int64_t>(item - first_item) * kPartial);
+      }
     }
   }
   sums->Finish(p, tile, block, kv_head);
@@ -688,16 +657,16 @@ template <typename T, int kDim, bool kInit>
 __global__ void __launch_bounds__(kKeyBlocks * 32, 1)
     PlainBandKernel(const __grid_constant__ BackwardParams p, Workspace w, int head_begin) {
   using Stage = RowStage<kDim, kBandRows>;
-  constexpr int kThreads = kKeyBlocks * 32, kPieces = kDim / 8;
+  constexpr int kThreads = kKeyBlocks * 32, kLanes = kRowLanes<kDim>, kStages = kPlainBandStages<kDim>;
   extern __shared__ unsigned char shared[];
-  const MethodParams& m = p.method;
+  const Shape& m = p.shape;
   const int kv_head = head_begin + blockIdx.y;
   const int tid = threadIdx.x, warp = tid / 32;
   BandRange range;
   if (!FindBand<kInit>(p, &range)) return;
   const Tile& tile = range.tile;
   const int block = range.key_tile * kKeyBlocks + warp;
-  const int group = p.num_q_heads / p.num_kv_heads;
+  const int group = p.shape.Group();
   const int rows = (range.end - range.begin) * group, stages = (rows + kBandRows - 1) / kBandRows;
   const bool has_keys = block * kBlock < tile.length && (!kInit || block < m.init_blocks);
   KeyBlock<T, kDim> keys;
@@ -706,45 +675,47 @@ __global__ void __launch_bounds__(kKeyBlocks * 32, 1)
   const uint32_t base = (SharedAddress(shared) + 127) / 128 * 128;
   const unsigned char* const aligned = shared + (base - SharedAddress(shared));
   auto load = [&](int stage) {
-    const uint32_t to = base + stage % kBandStages * Stage::kBytes;
+    const uint32_t to = base + stage % kStages * Stage::kBytes;
     if (tid < 2 * kBandRows) {
       const int r = tid % kBandRows, row = stage * kBandRows + r;
       const int query = Divide(row, w.group_magic);
-      const int64_t sum = static_cast<int64_t>(tile.start + range.begin + query) * p.num_q_heads + kv_head * group +
-                          row - query * group;
+      const int64_t sum = static_cast<int64_t>(tile.start + range.begin + query) * p.shape.num_q_heads +
+                          kv_head * group + row - query * group;
       const bool valid = row < rows;
       CopyAsync4(to + (tid < kBandRows ? Stage::kLse : Stage::kDelta) + r * 4,
                  (tid < kBandRows ? p.lse : w.delta) + (valid ? sum : 0), valid);
     }
 #pragma unroll
-    for (int i = 0; i < kBandRows * kPieces / kThreads; ++i) {
-      const int r = tid / kPieces + i * (kThreads / kPieces), piece = tid % kPieces;
+    for (int i = 0; i < kBandRows * kLanes / kThreads; ++i) {
+      const int r = tid / kLanes + i * (kThreads / kLanes), piece = tid % kLanes;
+      if (kLanes * 8 != kDim && piece >= kDim / 8) break;
       const int row = stage * kBandRows + r;
       const int query = Divide(row, w.group_magic);
       const bool valid = row < rows;
       const int64_t token = valid ? tile.start + range.begin + query : 0;
       const int head = valid ? kv_head * group + row - query * group : 0;
       CopyAsync16(to + Stage::kQ + PieceOffset<kDim>(r, piece),
-                  static_cast<const T*>(p.q) + token * p.q_token_stride + head * p.q_head_stride + piece * 8, valid);
+                  static_cast<const T*>(p.q.data) + token * p.q.token_stride + head * p.q.head_stride + piece * 8,
+                  valid);
       CopyAsync16(
           to + Stage::kDOut + PieceOffset<kDim>(r, piece),
-          static_cast<const T*>(p.d_out) + token * p.d_out_token_stride + head * p.d_out_head_stride + piece * 8,
+          static_cast<const T*>(p.d_out.data) + token * p.d_out.token_stride + head * p.d_out.head_stride + piece * 8,
           valid);
     }
   };
 #pragma unroll
-  for (int i = 0; i < kBandStages - 1; ++i) {
+  for (int i = 0; i < kStages - 1; ++i) {
     if (i < stages) load(i);
-    CopyCommit();
+    CommitCopies();
   }
   const float scale_log2 = m.scale * kLog2e;
   for (int stage = 0; stage < stages; ++stage) {
-    CopyWait<kBandStages - 2>();
+    WaitCopies<kStages - 2>();
     __syncthreads();
-    if (stage + kBandStages - 1 < stages) load(stage + kBandStages - 1);
-    CopyCommit();
-    const unsigned char* data = aligned + stage % kBandStages * Stage::kBytes;
-    const uint32_t at = base + stage % kBandStages * Stage::kBytes;
+    if (stage + kStages - 1 < stages) load(stage + kStages - 1);
+    CommitCopies();
+    const unsigned char* data = aligned + stage % kStages * Stage::kBytes;
+    const uint32_t at = base + stage % kStages * Stage::kBytes;
     if (!has_keys) continue;
 #pragma unroll 1
     for (int visit = 0; visit < kBandRows / 16; ++visit) {
@@ -753,22 +724,19 @@ __global__ void __launch_bounds__(kKeyBlocks * 32, 1)
       const int first = range.begin + Divide(row, w.group_magic);
       const int last = range.begin + Divide(min(row + 15, rows - 1), w.group_magic);
       // Does every row see the whole block, or none of it?
-      const bool always = block < m.init_blocks;
-      const bool beyond = !always && first / kBlock - m.local_blocks > block && first >= m.dense_below;
+      const bool beyond = !m.Always(block, first / kBlock);
       if (last < block * kBlock || beyond) continue;
-      const bool all = first >= block * kBlock + kBlock - 1 &&
-                       (always || last < m.dense_below || last / kBlock - m.local_blocks <= block);
-      keys.Add(at + Stage::kQ + visit * 16 * kDim * 2, at + Stage::kDOut + visit * 16 * kDim * 2,
+      const bool all = first >= block * kBlock + kBlock - 1 && m.Always(block, last / kBlock);
+      keys.Add(at + Stage::kQ + visit * 16 * kRowBytes<kDim>, at + Stage::kDOut + visit * 16 * kRowBytes<kDim>,
                reinterpret_cast<const float*>(data + Stage::kLse) + visit * 16,
                reinterpret_cast<const float*>(data + Stage::kDelta) + visit * 16, scale_log2, !all,
                [&](int key, int r) {
                  const int query = range.begin + Divide(row + r, w.group_magic);
-                 return block * kBlock + key <= query &&
-                        (always || query < m.dense_below || query / kBlock - m.local_blocks <= block);
+                 return block * kBlock + key <= query && m.Always(block, query / kBlock);
                });
     }
   }
-  CopyWait<0>();
+  WaitCopies<0>();
   if (has_keys) FinishBand<kInit, T, kDim>(p, w, range, kv_head, head_begin, &keys);
 }
 
@@ -792,7 +760,7 @@ __global__ void __launch_bounds__(kKeyBlocks * 32, 1)
   using Shared = BandShared<kDim>;
   constexpr int kThreads = kKeyBlocks * 32, kPieces = kDim / 8;
   extern __shared__ unsigned char shared[];
-  const MethodParams& m = p.method;
+  const Shape& m = p.shape;
   const int kv_head = head_begin + blockIdx.y;
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, warpgroup = tid / 128;
   BandRange range;
@@ -800,7 +768,7 @@ __global__ void __launch_bounds__(kKeyBlocks * 32, 1)
   const Tile& tile = range.tile;
   const int key_tile = range.key_tile, query_begin = range.begin, query_end = range.end;
   const int block = key_tile * kKeyBlocks + warp;
-  const int group = p.num_q_heads / p.num_kv_heads;
+  const int group = p.shape.Group();
   const int rows = (query_end - query_begin) * group, stages = (rows + kBandRows - 1) / kBandRows;
   const bool has_keys = block * kBlock < tile.length && (!kInit || block < m.init_blocks);
 
@@ -813,19 +781,20 @@ __global__ void __launch_bounds__(kKeyBlocks * 32, 1)
     const int position = key_tile * kKeyBlocks * kBlock + r;
     const bool valid = position < tile.length;
     const int64_t token = tile.start + (valid ? position : 0);
-    const uint32_t to = base + r / 64 * 2 * Shared::kTile + SlabOffset<64>(r % 64, piece);
-    CopyAsync16(to, static_cast<const T*>(p.k) + token * p.k_token_stride + kv_head * p.k_head_stride + piece * 8,
+    const uint32_t to = base + r / 64 * 2 * Shared::kTile + TileOffset(r % 64, piece, 64 * 128);
+    CopyAsync16(to, static_cast<const T*>(p.k.data) + token * p.k.token_stride + kv_head * p.k.head_stride + piece * 8,
                 valid);
     CopyAsync16(to + Shared::kTile,
-                static_cast<const T*>(p.v) + token * p.v_token_stride + kv_head * p.v_head_stride + piece * 8, valid);
+                static_cast<const T*>(p.v.data) + token * p.v.token_stride + kv_head * p.v.head_stride + piece * 8,
+                valid);
   }
   auto load = [&](int stage) {
     const uint32_t to = base + Shared::kRows + stage % kBandStages * Shared::kStage;
     if (tid < 2 * kBandRows) {
       const int r = tid % kBandRows, row = stage * kBandRows + r;
       const int query = Divide(row, w.group_magic);
-      const int64_t sum = static_cast<int64_t>(tile.start + query_begin + query) * p.num_q_heads + kv_head * group +
-                          row - query * group;
+      const int64_t sum = static_cast<int64_t>(tile.start + query_begin + query) * p.shape.num_q_heads +
+                          kv_head * group + row - query * group;
       const bool valid = row < rows;
       CopyAsync4(base + Shared::kSums + (stage % kBandStages * 2 * kBandRows + tid) * 4,
                  (tid < kBandRows ? p.lse : w.delta) + (valid ? sum : 0), valid);
@@ -838,18 +807,19 @@ __global__ void __launch_bounds__(kKeyBlocks * 32, 1)
       const bool valid = row < rows;
       const int64_t token = valid ? tile.start + query_begin + query : 0;
       const int head = valid ? kv_head * group + row - query * group : 0;
-      CopyAsync16(to + SlabOffset<64>(r, piece),
-                  static_cast<const T*>(p.q) + token * p.q_token_stride + head * p.q_head_stride + piece * 8, valid);
+      CopyAsync16(to + TileOffset(r, piece, 64 * 128),
+                  static_cast<const T*>(p.q.data) + token * p.q.token_stride + head * p.q.head_stride + piece * 8,
+                  valid);
       CopyAsync16(
-          to + Shared::kTile + SlabOffset<64>(r, piece),
-          static_cast<const T*>(p.d_out) + token * p.d_out_token_stride + head * p.d_out_head_stride + piece * 8,
+          to + Shared::kTile + TileOffset(r, piece, 64 * 128),
+          static_cast<const T*>(p.d_out.data) + token * p.d_out.token_stride + head * p.d_out.head_stride + piece * 8,
           valid);
     }
   };
 #pragma unroll
   for (int i = 0; i < kBandStages - 1; ++i) {
     if (i < stages) load(i);
-    CopyCommit();
+    CommitCopies();
   }
   KeyGradients<T, kDim> sums;
   sums.Clear();
@@ -857,43 +827,40 @@ __global__ void __launch_bounds__(kKeyBlocks * 32, 1)
   const int low_block = key_tile * kKeyBlocks + warpgroup * 4, high_block = low_block + 3;
   for (int stage = 0; stage < stages; ++stage) {
     const int slot = stage % kBandStages;
-    CopyWait<kBandStages - 2>();
-    FenceForProducts();
+    WaitCopies<kBandStages - 2>();
+    FenceAsyncProxy();
     __syncthreads();
     const int first = query_begin + Divide(stage * kBandRows, w.group_magic);
     const int last = query_begin + Divide(min(stage * kBandRows + kBandRows, rows) - 1, w.group_magic);
     // Is there a block of the warpgroup that some row sees?
-    const bool beyond =
-        low_block >= m.init_blocks && first / kBlock - m.local_blocks > high_block && first >= m.dense_below;
+    const bool beyond = low_block >= m.init_blocks && !m.Always(high_block, first / kBlock);
     const bool some = last >= low_block * kBlock && !beyond;
     const uint32_t q = base + Shared::kRows + slot * Shared::kStage, d_out = q + Shared::kTile;
     auto refill = [&]() {
       if (stage + kBandStages - 1 < stages) load(stage + kBandStages - 1);
-      CopyCommit();
+      CommitCopies();
     };
     if (!some) {
       refill();
       continue;
     }
     float s[8][4], d[8][4];
-    WarpgroupFence();
+    WgmmaFence();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
-      ProductAlongElements<T>(s, AlongElements<64>(keys, step), AlongElements<64>(q, step), step > 0);
+      WgmmaShared<T>(s, AlongElements(keys, step, 64 * 128), AlongElements(q, step, 64 * 128), step > 0);
     }
-    WarpgroupCommit();
+    WgmmaCommit();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
-      ProductAlongElements<T>(d, AlongElements<64>(values, step), AlongElements<64>(d_out, step), step > 0);
+      WgmmaShared<T>(d, AlongElements(values, step, 64 * 128), AlongElements(d_out, step, 64 * 128), step > 0);
     }
-    WarpgroupCommit();
+    WgmmaCommit();
     refill();  // the copies start behind the products
     const float* lse = reinterpret_cast<const float*>(aligned + Shared::kSums) + slot * 2 * kBandRows;
     const float* delta = lse + kBandRows;
-    const bool always = block < m.init_blocks;
-    const bool all = first >= block * kBlock + kBlock - 1 &&
-                     (always || last < m.dense_below || last / kBlock - m.local_blocks <= block);
-    WarpgroupWait<1>();
+    const bool all = first >= block * kBlock + kBlock - 1 && m.Always(block, last / kBlock);
+    WgmmaWait<1>();
     Pin(s);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
@@ -907,7 +874,7 @@ __global__ void __launch_bounds__(kKeyBlocks * 32, 1)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int query = query_begin + Divide(stage * kBandRows + n * 8 + lane % 4 * 2 + i, w.group_magic);
-          const bool near = always || query < m.dense_below || query / kBlock - m.local_blocks <= block;
+          const bool near = m.Always(block, query / kBlock);
           const int key = block * kBlock + lane / 4;
           if (!near || key > query) s[n][i] = 0;
           if (!near || key + 8 > query) s[n][i + 2] = 0;
@@ -922,11 +889,11 @@ __global__ void __launch_bounds__(kKeyBlocks * 32, 1)
         a[step][i] = Pack<T>(s[step * 2 + i / 2][i % 2 * 2], s[step * 2 + i / 2][i % 2 * 2 + 1]);
     }
     Pin(sums.dv);
-    WarpgroupFence();
+    WgmmaFence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) ProductAlongRows<T>(sums.dv, a[step], AlongRows<64>(d_out, step));
-    WarpgroupCommit();
-    WarpgroupWait<1>();
+    for (int step = 0; step < 4; ++step) Wgmma<T, true>(sums.dv, a[step], AlongRows(d_out, step, 64 * 128), 1);
+    WgmmaCommit();
+    WgmmaWait<1>();
     Pin(d);
     uint32_t e[4][4];
 #pragma unroll
@@ -942,11 +909,11 @@ __global__ void __launch_bounds__(kKeyBlocks * 32, 1)
         e[step][i] = Pack<T>(d[step * 2 + i / 2][i % 2 * 2], d[step * 2 + i / 2][i % 2 * 2 + 1]);
     }
     Pin(sums.dk);
-    WarpgroupFence();
+    WgmmaFence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) ProductAlongRows<T>(sums.dk, e[step], AlongRows<64>(q, step));
-    WarpgroupCommit();
-    WarpgroupWait<0>();
+    for (int step = 0; step < 4; ++step) Wgmma<T, true>(sums.dk, e[step], AlongRows(q, step, 64 * 128), 1);
+    WgmmaCommit();
+    WgmmaWait<0>();
     Pin(sums.dv);
     Pin(sums.dk);
   }
@@ -964,9 +931,12 @@ __global__ void __launch_bounds__(kKeyBlocks * 32, 1)
 template <int kDim, bool kHopper>
 struct QueryShared {
   static_assert(kQueryGroup == kQueryCopyWarps && kQueryGroup * kBlock == 64);
-  static constexpr int kStages = kHopper ? kQueryStages : kPlainQueryStages;
+  static constexpr int kStages = kHopper ? kQueryStages : kDim > 128 ? 2 : kPlainQueryStages;
+  static constexpr int kWarps = kDim > 128 ? 4 : 8;  // that multiply
+  static constexpr int kThreads = (kWarps + kQueryCopyWarps) * 32;
   static constexpr int kRows = kStages * kQueryGroup * kBlock;
-  static constexpr int kV = kRows * kDim * 2;
+  static constexpr int kPanel = kRows * 128;
+  static constexpr int kV = kRows * kRowBytes<kDim>;
   static constexpr int kBarriers = 2 * kV;                             // full, then empty
   static constexpr int kBlockIds = kBarriers + 2 * kStages * 8;        // of the groups
   static constexpr int kBits = kBlockIds + kStages * kQueryGroup * 4;  // one per block of the sequence
@@ -990,8 +960,8 @@ struct QueryRows {
   uint32_t columns, inner;  // where the lane's matrices lie in a stage
 
   __device__ void Start() {
-    columns = SlabOffset<Shared::kRows>(ColumnsPlace().x, ColumnsPlace().y);
-    inner = SlabOffset<Shared::kRows>(InnerPlace().x, InnerPlace().y);
+    columns = TileOffset(ColumnsPlace().x, ColumnsPlace().y, Shared::kPanel);
+    inner = TileOffset(InnerPlace().x, InnerPlace().y, Shared::kPanel);
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n) {
 #pragma unroll
@@ -1011,13 +981,13 @@ struct QueryRows {
       uint32_t b[4];
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        LoadMatrix4(b, AtStep(k[i] + columns, step, Shared::kRows * 128));
+        LoadMatrix(b, AtStep(k[i] + columns, step, Shared::kPanel));
         Mma<T>(s[i][0], q[step][0], q[step][1], q[step][2], q[step][3], b[0], b[1]);
         Mma<T>(s[i][1], q[step][0], q[step][1], q[step][2], q[step][3], b[2], b[3]);
       }
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        LoadMatrix4(b, AtStep(k[i] + columns, step, Shared::kRows * 128) + Shared::kV);
+        LoadMatrix(b, AtStep(k[i] + columns, step, Shared::kPanel) + Shared::kV);
         Mma<T>(d[i][0], d_out[step][0], d_out[step][1], d_out[step][2], d_out[step][3], b[0], b[1]);
         Mma<T>(d[i][1], d_out[step][0], d_out[step][1], d_out[step][2], d_out[step][3], b[2], b[3]);
       }
@@ -1047,7 +1017,7 @@ struct QueryRows {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         uint32_t b[4];
-        LoadMatrix4Transposed(b, AtStep(k[i] + inner, step, Shared::kRows * 128));
+        LoadMatrixTransposed(b, AtStep(k[i] + inner, step, Shared::kPanel));
         Mma<T>(dq[step * 2], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
         Mma<T>(dq[step * 2 + 1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
       }
@@ -1060,18 +1030,18 @@ struct QueryRows {
   __device__ void AddBand(uint32_t k, uint32_t visible, bool diagonal, const int (&first_key)[4], float scale_log2) {
     const int lane = threadIdx.x % 32;
     float s[8][4], d[8][4];
-    WarpgroupFence();
+    WgmmaFence();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
-      ProductAlongElements<T>(s, q[step], AlongElements<Shared::kRows>(k, step), step > 0);
+      Wgmma<T, false>(s, q[step], AlongElements(k, step, Shared::kPanel), step > 0);
     }
-    WarpgroupCommit();
+    WgmmaCommit();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
-      ProductAlongElements<T>(d, d_out[step], AlongElements<Shared::kRows>(k + Shared::kV, step), step > 0);
+      Wgmma<T, false>(d, d_out[step], AlongElements(k + Shared::kV, step, Shared::kPanel), step > 0);
     }
-    WarpgroupCommit();
-    WarpgroupWait<1>();
+    WgmmaCommit();
+    WgmmaWait<1>();
     Pin(s);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
@@ -1090,7 +1060,7 @@ struct QueryRows {
         }
       }
     }
-    WarpgroupWait<0>();
+    WgmmaWait<0>();
     Pin(d);
     uint32_t a[4][4];
 #pragma unroll
@@ -1101,11 +1071,11 @@ struct QueryRows {
       a[n / 2][n % 2 * 2 + 1] = Pack<T>(d[n][2], d[n][3]);
     }
     Pin(dq);
-    WarpgroupFence();
+    WgmmaFence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) ProductAlongRows<T>(dq, a[i], AlongRows<Shared::kRows>(k, i));
-    WarpgroupCommit();
-    WarpgroupWait<0>();
+    for (int i = 0; i < 4; ++i) Wgmma<T, true>(dq, a[i], AlongRows(k, i, Shared::kPanel), 1);
+    WgmmaCommit();
+    WgmmaWait<0>();
     Pin(dq);
   }
 #endif
@@ -1118,15 +1088,16 @@ struct QueryRows {
 // which is ascending too, so no masks are stored. Three warpgroups, so that setmaxnreg can move registers from the
 // copying one.
 template <typename T, int kDim, bool kHopper>
-__global__ void __launch_bounds__(kQueryThreads, 1) QueryKernel(const __grid_constant__ BackwardParams p, Workspace w) {
+__global__ void __launch_bounds__(QueryShared<kDim, kHopper>::kThreads, 1)
+    QueryKernel(const __grid_constant__ BackwardParams p, Workspace w) {
   using Shared = QueryShared<kDim, kHopper>;
   constexpr int kStages = Shared::kStages;
   extern __shared__ unsigned char shared[];
-  const MethodParams& m = p.method;
-  const int kv_head = blockIdx.y;
+  const Shape& m = p.shape;
+  const int chooser = blockIdx.y, kv_head = chooser / w.choosers;
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
-  const int group = p.num_q_heads / p.num_kv_heads;
-  const int warp_queries = 16 / group, tile_queries = kQueryWarps * warp_queries;
+  const int group = w.list_group;
+  const int warp_queries = 16 / group, tile_queries = Shared::kWarps * warp_queries;
   Tile tile;
   // Late queries first: they have the most to read.
   if (!FindTile(p, tile_queries, gridDim.x - 1 - blockIdx.x, &tile)) return;
@@ -1138,56 +1109,55 @@ __global__ void __launch_bounds__(kQueryThreads, 1) QueryKernel(const __grid_con
   auto* block_ids = reinterpret_cast<volatile int32_t*>(aligned + Shared::kBlockIds);
   auto* bits = reinterpret_cast<uint32_t*>(aligned + Shared::kBits);
   // Chosen blocks lie before local_begin, except those that are local to another query of the tile.
-  const int local_begin = first < m.dense_below ? 0 : max(0, first_block - m.local_blocks);
+  const int local_begin = m.Dense(first_block) ? 0 : max(0, first_block - m.local_blocks);
   const int init_end = min(m.init_blocks, local_begin);
   const int words = local_begin / 32 + 1;
 
-  for (int i = tid; i < words; i += kQueryThreads) bits[i] = 0;
+  for (int i = tid; i < words; i += Shared::kThreads) bits[i] = 0;
   if (tid == 0) {
     for (int i = 0; i < kStages; ++i) {
       BarrierInit(full + i * 8, kQueryCopyWarps * 33);  // all lanes, and each warp's first again for the block's index
-      BarrierInit(empty + i * 8, kQueryWarps * 32);
+      BarrierInit(empty + i * 8, Shared::kWarps * 32);
     }
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
+    FenceBarrierInit();
   }
   __syncthreads();
   const int32_t* const lists =
-      p.selection + (static_cast<int64_t>(tile.start + first) * p.num_kv_heads + kv_head) * m.top_k;
-  const int64_t list_stride = static_cast<int64_t>(p.num_kv_heads) * m.top_k;
-  for (int i = tid; i < (last - first + 1) * m.top_k; i += kQueryThreads) {
+      p.selection + (static_cast<int64_t>(tile.start + first) * m.selection_heads + chooser) * m.top_k;
+  const int64_t list_stride = static_cast<int64_t>(m.selection_heads) * m.top_k;
+  for (int i = tid; i < (last - first + 1) * m.top_k; i += Shared::kThreads) {
     const int block = lists[i / m.top_k * list_stride + i % m.top_k];
     if (block >= 0 && block < local_begin) atomicOr(&bits[block / 32], 1u << (block % 32));
   }
   __syncthreads();
 
-  if (warp >= kQueryWarps) {
+  if (warp >= Shared::kWarps) {
 #ifdef PHSA_SM90A
     if constexpr (kHopper) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
 #endif
-    constexpr int kPieces = kDim / 8, kSteps = kBlock * kPieces / 32;
-    const int row0 = lane / kPieces, piece = lane % kPieces;
-    const int64_t k_step = 32 / kPieces * p.k_token_stride, v_step = 32 / kPieces * p.v_token_stride;
-    const T* k =
-        static_cast<const T*>(p.k) + (tile.start + row0) * p.k_token_stride + kv_head * p.k_head_stride + piece * 8;
-    const T* v =
-        static_cast<const T*>(p.v) + (tile.start + row0) * p.v_token_stride + kv_head * p.v_head_stride + piece * 8;
-    const int place = warp - kQueryWarps;
+    constexpr int kLanes = kRowLanes<kDim>, kSteps = kBlock * kLanes / 32;
+    const int row0 = lane / kLanes, piece = lane % kLanes;
+    const bool copies = kLanes * 8 == kDim || piece < kDim / 8;
+    const int64_t k_step = 32 / kLanes * p.k.token_stride, v_step = 32 / kLanes * p.v.token_stride;
+    const T* k = static_cast<const T*>(p.k.data) + (tile.start + row0) * p.k.token_stride + kv_head * p.k.head_stride +
+                 piece * 8;
+    const T* v = static_cast<const T*>(p.v.data) + (tile.start + row0) * p.v.token_stride + kv_head * p.v.head_stride +
+                 piece * 8;
+    const int place = warp - Shared::kWarps;
     int turn = 0;
     auto next_place = [&](int id) {
       const int stage = turn / kQueryGroup % kStages, round = turn / (kQueryGroup * kStages);
       if (turn++ % kQueryGroup != place) return;
       if (round > 0) BarrierWait(empty + stage * 8, (round - 1) & 1);
-      if (id != kPlaceEnd) {
+      if (id != kPlaceEnd && copies) {
         const uint32_t to = base + (stage * kQueryGroup + place) * kBlock * 128;
         const int block = id & ~kPlaceBand;
         if (id >= 0 && (block + 1) * kBlock <= tile.length) {
-          const T* from_k = k + block * kBlock * p.k_token_stride;
-          const T* from_v = v + block * kBlock * p.v_token_stride;
+          const T* from_k = k + block * kBlock * p.k.token_stride;
+          const T* from_v = v + block * kBlock * p.v.token_stride;
 #pragma unroll
           for (int i = 0; i < kSteps; ++i) {
-            const uint32_t offset = SlabOffset<Shared::kRows>(row0 + i * (32 / kPieces), piece);
+            const uint32_t offset = TileOffset(row0 + i * (32 / kLanes), piece, Shared::kPanel);
             CopyAsync16(to + offset, from_k, true);
             CopyAsync16(to + Shared::kV + offset, from_v, true);
             from_k += k_step;
@@ -1196,11 +1166,11 @@ __global__ void __launch_bounds__(kQueryThreads, 1) QueryKernel(const __grid_con
         } else {  // zeros beyond the sequence, and where there is no block
 #pragma unroll 1
           for (int i = 0; i < kSteps; ++i) {
-            const int row = row0 + i * (32 / kPieces);
-            const uint32_t offset = SlabOffset<Shared::kRows>(row, piece);
+            const int row = row0 + i * (32 / kLanes);
+            const uint32_t offset = TileOffset(row, piece, Shared::kPanel);
             const bool valid = id >= 0 && block * kBlock + row < tile.length;
-            CopyAsync16(to + offset, valid ? k + (block * kBlock + row - row0) * p.k_token_stride : k, valid);
-            CopyAsync16(to + Shared::kV + offset, valid ? v + (block * kBlock + row - row0) * p.v_token_stride : v,
+            CopyAsync16(to + offset, valid ? k + (block * kBlock + row - row0) * p.k.token_stride : k, valid);
+            CopyAsync16(to + Shared::kV + offset, valid ? v + (block * kBlock + row - row0) * p.v.token_stride : v,
                         valid);
           }
         }
@@ -1228,8 +1198,8 @@ __global__ void __launch_bounds__(kQueryThreads, 1) QueryKernel(const __grid_con
     fill_group();
     next_place(kPlaceEnd);
     fill_group();
-    CopyCommit();
-    CopyWait<0>();
+    CommitCopies();
+    WaitCopies<0>();
   } else {
 #ifdef PHSA_SM90A
     if constexpr (kHopper) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
@@ -1243,16 +1213,16 @@ __global__ void __launch_bounds__(kQueryThreads, 1) QueryKernel(const __grid_con
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = lane / 4 + half * 8;
-        const int query = Divide(r, w.group_magic), head = kv_head * group + r - query * group;
+        const int query = Divide(r, w.list_magic), head = chooser * group + r - query * group;
         const int position = first + warp * warp_queries + query;
         const bool valid = query < warp_queries && position <= last;
         const int64_t token = tile.start + (valid ? position : first);
         rows.position[half] = position;
         own[half] = valid ? position / kBlock : -1;
-        rows.lse[half] = valid ? p.lse[token * p.num_q_heads + head] * kLog2e : 0;
-        rows.delta[half] = valid ? w.delta[token * p.num_q_heads + head] : 0;
-        q_rows[half] = static_cast<const T*>(p.q) + token * p.q_token_stride + head * p.q_head_stride;
-        d_rows[half] = static_cast<const T*>(p.d_out) + token * p.d_out_token_stride + head * p.d_out_head_stride;
+        rows.lse[half] = valid ? p.lse[token * p.shape.num_q_heads + head] * kLog2e : 0;
+        rows.delta[half] = valid ? w.delta[token * p.shape.num_q_heads + head] : 0;
+        q_rows[half] = static_cast<const T*>(p.q.data) + token * p.q.token_stride + head * p.q.head_stride;
+        d_rows[half] = static_cast<const T*>(p.d_out.data) + token * p.d_out.token_stride + head * p.d_out.head_stride;
         query_bit[half] = min(query, 15);
       }
       LoadLeft<T, kDim>(rows.q, q_rows[0], q_rows[1], own[0] >= 0, own[1] >= 0);
@@ -1275,8 +1245,7 @@ __global__ void __launch_bounds__(kQueryThreads, 1) QueryKernel(const __grid_con
       uint32_t visible = 0;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool band =
-            block < m.init_blocks || own[half] - m.local_blocks <= block || rows.position[half] < m.dense_below;
+        const bool band = m.Always(block, own[half]);
         if (block <= own[half] && (band || (hits >> query_bit[half] & 1) != 0)) visible |= 1u << half;
       }
       return visible;
@@ -1306,7 +1275,7 @@ __global__ void __launch_bounds__(kQueryThreads, 1) QueryKernel(const __grid_con
         }
 #ifdef PHSA_SM90A
         if constexpr (kHopper) {
-          FenceForProducts();
+          FenceAsyncProxy();
           rows.AddBand(group_base, visible, diagonal, first_key, scale_log2);
         }
 #endif
@@ -1348,9 +1317,9 @@ __global__ void __launch_bounds__(kQueryThreads, 1) QueryKernel(const __grid_con
     for (int half = 0; half < 2; ++half) {
       if (own[half] < 0) continue;
       const int r = lane / 4 + half * 8;
-      const int query = Divide(r, w.group_magic), head = kv_head * group + r - query * group;
-      T* to = static_cast<T*>(p.d_q) + (tile.start + rows.position[half]) * p.d_q_token_stride +
-              head * p.d_q_head_stride + lane % 4 * 2;
+      const int query = Divide(r, w.list_magic), head = chooser * group + r - query * group;
+      T* to = static_cast<T*>(p.d_q.data) + (tile.start + rows.position[half]) * p.d_q.token_stride +
+              head * p.d_q.head_stride + lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
         *reinterpret_cast<uint32_t*>(to + n * 8) =
@@ -1362,7 +1331,9 @@ __global__ void __launch_bounds__(kQueryThreads, 1) QueryKernel(const __grid_con
 
 // ---- host -----------------------------------------------------------------------------------------------------------
 
-unsigned Tiles(const BackwardParams& p, int size) { return static_cast<unsigned>(p.total_tokens / size + p.num_seqs); }
+unsigned Tiles(const BackwardParams& p, int size) {
+  return static_cast<unsigned>(p.batch.total_q / size + p.batch.num_seqs);
+}
 
 template <typename Kernel>
 cudaError_t AllowShared(Kernel kernel, int bytes) {
@@ -1371,40 +1342,43 @@ cudaError_t AllowShared(Kernel kernel, int bytes) {
 
 template <typename T, int kDim, bool kHopper>
 cudaError_t Run(const BackwardParams& p, const Workspace& w, cudaStream_t stream) {
-  const auto heads = static_cast<unsigned>(p.num_kv_heads);
-  const int64_t delta_threads = static_cast<int64_t>(p.total_tokens) * p.num_q_heads * (kDim / 8);
+  const auto choosers = static_cast<unsigned>(p.shape.num_kv_heads * w.choosers);
+  const int64_t delta_threads = static_cast<int64_t>(p.batch.total_q) * p.shape.num_q_heads * kRowLanes<kDim>;
   DeltaKernel<T, kDim><<<static_cast<unsigned>((delta_threads + 255) / 256), 256, 0, stream>>>(p, w);
   const bool chooses = w.max_items > 0;
   cudaError_t status;
   if (chooses) {
-    const int lists = w.blocks * p.num_kv_heads;
+    const int lists = w.blocks * static_cast<int>(choosers);
     status = cudaMemsetAsync(w.counts, 0, static_cast<size_t>(lists) * sizeof(int32_t), stream);
     if (status != cudaSuccess) return status;
-    ListKernel<false><<<dim3(Tiles(p, kListTile), heads), kListTile, 0, stream>>>(p, w);
+    ListKernel<false><<<dim3(Tiles(p, kListTile), choosers), kListTile, 0, stream>>>(p, w);
     ScanKernel<<<1, kScanThreads, 0, stream>>>(w, lists);
-    ListKernel<true><<<dim3(Tiles(p, kListTile), heads), kListTile, 0, stream>>>(p, w);
-    OrderKernel<<<dim3(static_cast<unsigned>(w.blocks), heads), kOrderThreads, 0, stream>>>(p, w);
+    ListKernel<true><<<dim3(Tiles(p, kListTile), choosers), kListTile, 0, stream>>>(p, w);
+    OrderKernel<<<dim3(static_cast<unsigned>(w.blocks), choosers), kOrderThreads, 0, stream>>>(p, w);
   }
 
   using QueryShape = QueryShared<kDim, kHopper>;
-  const int group = p.num_q_heads / p.num_kv_heads;
-  const int query_shared = QueryShape::kBits + (p.max_seq_len / kBlock / 32 + 1) * 4 + QueryShape::kAlignment;
+  const int query_shared = QueryShape::kBits + (p.batch.max_kv_len / kBlock / 32 + 1) * 4 + QueryShape::kAlignment;
   const auto query = QueryKernel<T, kDim, kHopper>;
   status = AllowShared(query, query_shared);
   if (status != cudaSuccess) return status;
-  query<<<dim3(Tiles(p, kQueryWarps * (16 / group)), heads), kQueryThreads, query_shared, stream>>>(p, w);
+  query<<<dim3(Tiles(p, QueryShape::kWarps * (16 / w.list_group)), choosers), QueryShape::kThreads, query_shared,
+          stream>>>(p, w);
 
   constexpr int kChosenShared = RowStage<kDim, 16>::kBytes * kChosenStages;
   constexpr int kBandShared =
-      kHopper ? BandShared<kDim>::kBytes : RowStage<kDim, kBandRows>::kBytes * kBandStages + 128;
-  const auto band = kHopper ? BandKernel<T, kDim, false> : PlainBandKernel<T, kDim, false>;
-  const auto band_init = kHopper ? BandKernel<T, kDim, true> : PlainBandKernel<T, kDim, true>;
+      kHopper ? BandShared<kDim>::kBytes : RowStage<kDim, kBandRows>::kBytes * kPlainBandStages<kDim> + 128;
+  auto band = PlainBandKernel<T, kDim, false>, band_init = PlainBandKernel<T, kDim, true>;
+  if constexpr (kHopper) {
+    band = BandKernel<T, kDim, false>;
+    band_init = BandKernel<T, kDim, true>;
+  }
   status = AllowShared(ChosenKernel<T, kDim>, kChosenShared);
   if (status == cudaSuccess) status = AllowShared(band, kBandShared);
   if (status == cudaSuccess) status = AllowShared(band_init, kBandShared);
   if (status != cudaSuccess) return status;
-  for (int head = 0; head < p.num_kv_heads; head += w.heads_per_pass) {
-    const int end = std::min(head + w.heads_per_pass, p.num_kv_heads);
+  for (int head = 0; head < p.shape.num_kv_heads; head += w.heads_per_pass) {
+    const int end = std::min(head + w.heads_per_pass, p.shape.num_kv_heads);
     const auto count = static_cast<unsigned>(end - head);
     if (w.init_tiles > 0) {
       const dim3 grid(Tiles(p, kInitRange), count, static_cast<unsigned>(w.init_tiles));
@@ -1418,43 +1392,31 @@ cudaError_t Run(const BackwardParams& p, const Workspace& w, cudaStream_t stream
   return cudaGetLastError();
 }
 
-template <typename T>
-cudaError_t RunDim(const BackwardParams& p, const Workspace& w, bool hopper, cudaStream_t stream) {
-  if (p.head_dim == 64) return hopper ? Run<T, 64, true>(p, w, stream) : Run<T, 64, false>(p, w, stream);
-  return hopper ? Run<T, 128, true>(p, w, stream) : Run<T, 128, false>(p, w, stream);
-}
-
-std::atomic<bool> g_plain = false;
-
-bool Supported(const BackwardParams& p) {
-  const MethodParams& m = p.method;
-  return (p.dtype == PHSA_F16 || p.dtype == PHSA_BF16) && (p.head_dim == 64 || p.head_dim == 128) && p.num_seqs > 0 &&
-         p.num_kv_heads > 0 && p.num_q_heads % p.num_kv_heads == 0 && p.num_q_heads / p.num_kv_heads <= kMaxGroup &&
-         p.total_tokens > 0 && p.max_seq_len > 0 && p.max_seq_len <= 1 << 20 && m.top_k >= 0 && m.top_k <= kMaxTopK &&
-         m.init_blocks >= 0 && m.local_blocks >= 0 && m.scale > 0;
-}
+// Head sizes that have kernels for Hopper; the others take the plain ones there too.
+template <int kHeadDim>
+constexpr bool kHasWgmma = kHeadDim == 64 || kHeadDim == 128;
 
 }  // namespace
 
-size_t BackwardWorkspaceSize(const BackwardParams& params) {
-  if (!Supported(params)) return 0;
+template <int kHeadDim>
+size_t BackwardWorkspaceOf(const Shape& shape, const Batch& batch) {
   Workspace w;
-  return Layout(params, &w);
+  return Layout(shape, batch, nullptr, &w);
 }
 
-void SetPlainBackward(bool plain) { g_plain = plain; }
-
-cudaError_t Backward(const BackwardParams& params, cudaStream_t stream) {
-  if (!Supported(params)) return cudaErrorInvalidValue;
+template <typename T, int kHeadDim>
+cudaError_t BackwardOf(const BackwardParams& p, cudaStream_t stream) {
+  if (p.batch.total_q == 0) return cudaSuccess;
   Workspace w;
-  if (Layout(params, &w) > params.workspace_size) return cudaErrorInvalidValue;
-  int device = 0, major = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (status != cudaSuccess) return status;
-  const bool hopper = major == 9 && !g_plain;
-  return params.dtype == PHSA_BF16 ? RunDim<__nv_bfloat16>(params, w, hopper, stream)
-                                   : RunDim<__half>(params, w, hopper, stream);
+  if (Layout(p.shape, p.batch, p.workspace, &w) > p.workspace_size) return cudaErrorInvalidValue;
+  if constexpr (kHasWgmma<kHeadDim>) {
+    if (Hopper()) return Run<T, kHeadDim, true>(p, w, stream);
+  }
+  return Run<T, kHeadDim, false>(p, w, stream);
 }
+
+template size_t BackwardWorkspaceOf<PHSA_HEAD_DIM>(const Shape&, const Batch&);
+template cudaError_t BackwardOf<bf16, PHSA_HEAD_DIM>(const BackwardParams&, cudaStream_t);
+template cudaError_t BackwardOf<half, PHSA_HEAD_DIM>(const BackwardParams&, cudaStream_t);
 
 }  // namespace phsa::cuda

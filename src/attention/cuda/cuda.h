@@ -1,5 +1,6 @@
 // The CUDA kernels' interface: plain structs with device pointers. Nothing here allocates or waits for the device;
-// every function queues its kernels on the stream and returns what the launches answered.
+// every function queues its kernels on the stream and returns what the launches answered, so all of it can be captured
+// in a CUDA graph. Who calls asks `Unsupported` (limits.h) first: the kernels trust their call.
 //
 // PHSA_API has what the engine calls beside the C ABI: as a Python module it takes the attention from libphsa.
 #ifndef PHSA_ATTENTION_CUDA_CUDA_H_
@@ -10,13 +11,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/cuda/limits.h"
 #include "phsa/c.h"
 
 namespace phsa::cuda {
-
-inline constexpr int32_t kBlockTokens = 16;
-
-enum class Dtype : int32_t { kF16 = 1, kBf16 = 2 };  // the values of phsa_dtype
 
 // The sequences of a batch. The queries of a sequence are its last q_len positions, packed one sequence after the
 // other.
@@ -40,18 +38,6 @@ struct Rows {
   int64_t token_stride, head_stride, page_stride;
 };
 
-struct Shape {
-  Dtype dtype;
-  int32_t num_q_heads, num_kv_heads;
-  int32_t head_dim;         // 64 or 128
-  int32_t selection_heads;  // num_kv_heads, or num_q_heads where each head chooses for itself
-  int32_t init_blocks, local_blocks, top_k;
-  int32_t dense_below;  // positions whose block starts below this read everything and have no list
-  bool group_max;       // the group's score is the largest of its heads' softmax values, not their sum
-  int32_t parts;        // rows of reps that a block has: 1, 2, 4 or 8; its score is the sum over them
-  float scale;
-};
-
 // What the forward needs and gives. `reps` has the cache's dtype, [row][kv_head][head_dim].
 struct ForwardParams {
   Shape shape;
@@ -60,8 +46,9 @@ struct ForwardParams {
   const uint8_t* flags;  // [token] or [page][token]; NULL: no token is punctuation
   int64_t flags_page_stride;
   const float* lambda;      // device [num_kv_heads]
+  const float* sinks;       // device [num_q_heads]: scores of one more key without a value; NULL: none
   float* lse;               // [query][q_head], natural logarithm; NULL: not wanted
-  int32_t* selection;       // [query][selection_heads][top_k], ascending, -1 beyond the last
+  int32_t* selection;       // [query][selection_heads][top_k], ascending, -1 beyond the last; NULL: Decode keeps it
   float* selection_scores;  // as selection, 0 beyond the last; NULL: not wanted
   void* workspace;
   size_t workspace_size;
@@ -70,9 +57,6 @@ struct ForwardParams {
 // Copies a small table into device memory; both addresses and the size are multiples of 4. `from` may change
 // afterwards.
 PHSA_API cudaError_t Upload(const void* from, size_t size, void* to, cudaStream_t stream);
-
-// NULL, or what these kernels cannot do with this shape.
-const char* Unsupported(const Shape& shape, const Batch& batch);
 
 // Bytes of workspace that Select needs: at most kSelectWorkspace, or what keeps kSelectTiles multiprocessors busy.
 inline constexpr size_t kSelectWorkspace = size_t{512} << 20;
@@ -89,6 +73,27 @@ cudaError_t PackRepresentatives(const ForwardParams& params, const int64_t* star
 cudaError_t Select(const ForwardParams& params, cudaStream_t stream);
 // Reads q, k, v and selection, writes out and lse.
 cudaError_t Attend(const ForwardParams& params, cudaStream_t stream);
+
+// All of that at once for one query per sequence, the last token of each: row s of q, out, lse and selection belongs to
+// sequence s, and cu_q is not read. Choices are a group's (selection_heads = num_kv_heads). The arrays in device memory
+// may change between replays of a graph, as long as no length passes max_kv_len; a length of 0 is no sequence, and its
+// output zero. The workspace's size follows from shape and batch alone.
+PHSA_API size_t DecodeWorkspaceSize(const Shape& shape, const Batch& batch);
+PHSA_API cudaError_t Decode(const ForwardParams& params, cudaStream_t stream);
+
+// Gradients for a saved selection. Contiguous, every query has a key: sequence s holds the rows cu_q[s] to
+// cu_q[s + 1] - 1 of every array, and of the batch no other pointer is read.
+struct BackwardParams {
+  Shape shape;
+  Batch batch;
+  Rows q, k, v, out, d_out, d_q, d_k, d_v;
+  const float* lse;          // as the forward wrote it
+  const int32_t* selection;  // likewise; NULL where top_k is 0
+  void* workspace;
+  size_t workspace_size;
+};
+size_t BackwardWorkspaceSize(const Shape& shape, const Batch& batch);
+cudaError_t Backward(const BackwardParams& params, cudaStream_t stream);
 
 // Which of the two implementations runs: 0 chooses by the device, 80 the plain one, 90 the one for sm_90a. For tests.
 void SetArchitecture(int32_t architecture);

@@ -11,8 +11,7 @@
 #include <climits>
 #include <cmath>
 
-#include "attention/cuda/decode_backward.h"
-#include "attention/cuda/decode_backward_mma.cuh"
+#include "attention/cuda/device.cuh"
 
 namespace phsa::cuda {
 namespace {
@@ -21,8 +20,6 @@ constexpr int kWarps = 4;       // of Scores and Attend
 constexpr int kScoreTiles = 4;  // of 16 representatives, per warp (2 measured 15 % slower at a batch of 16)
 constexpr int kWarpReps = kScoreTiles * 16;
 constexpr int kTopKThreads = 1024;
-constexpr int kMaxTopK = 64;
-constexpr int kMaxGroup = 16;
 constexpr int kMaxSplits = 128;       // of Attend
 constexpr int kCachedScores = 32768;  // candidates whose scores TopK keeps in shared memory (128 KiB)
 constexpr int kDigitBits = 11;
@@ -45,38 +42,35 @@ struct Workspace {
 
 size_t Align(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-bool Chooses(const DecodeParams& p) {
-  const MethodParams& m = p.method;
-  const int blocks = (p.max_kv_len + kBlock - 1) / kBlock;
-  return m.top_k > 0 && m.dense_below < p.max_kv_len && blocks - 1 - m.local_blocks > m.init_blocks;
+bool Chooses(const Shape& shape, const Batch& batch) {
+  const int last = (batch.max_kv_len - 1) / kBlock;
+  return shape.top_k > 0 && !shape.Dense(last) && shape.Candidates(last) > 0;
 }
 
-size_t Layout(const DecodeParams& p, Workspace* w) {
-  const MethodParams& m = p.method;
-  const int group = p.num_q_heads / p.num_kv_heads;
-  const size_t pairs = static_cast<size_t>(p.num_seqs) * p.num_kv_heads;
-  const int64_t all_blocks = (static_cast<int64_t>(p.max_kv_len) + kBlock - 1) / kBlock;
-  int64_t read = std::min<int64_t>(all_blocks, static_cast<int64_t>(m.init_blocks) + m.local_blocks + 1 + m.top_k);
-  read = std::max(read, std::min<int64_t>(all_blocks, (static_cast<int64_t>(m.dense_below) + kBlock - 1) / kBlock));
-  read = std::max<int64_t>(read, 1);
+size_t Layout(const Shape& shape, const Batch& batch, void* memory, Workspace* w) {
+  const int group = shape.Group();
+  const size_t pairs = static_cast<size_t>(batch.num_seqs) * shape.num_kv_heads;
+  const int64_t all_blocks = BlocksFor(batch.max_kv_len, kBlock);
+  int64_t read = std::min<int64_t>(all_blocks, int64_t{shape.init_blocks} + shape.local_blocks + 1 + shape.top_k);
+  read = std::max<int64_t>({read, std::min<int64_t>(all_blocks, shape.dense_blocks), 1});
   w->blocks_per_warp = static_cast<int32_t>((read + kWarps * kMaxSplits - 1) / (kWarps * kMaxSplits));
   w->splits = static_cast<int32_t>((read + kWarps * w->blocks_per_warp - 1) / (kWarps * w->blocks_per_warp));
   w->score_stride = static_cast<int32_t>((all_blocks + kWarpReps - 1) / kWarpReps * kWarpReps);
-  w->sum_stride = w->score_stride * m.parts / kWarpReps;
-  char* base = static_cast<char*>(p.workspace);
+  w->sum_stride = w->score_stride * shape.parts / kWarpReps;
+  char* base = static_cast<char*>(memory);
   size_t at = 0;
   auto take = [&](size_t bytes) {
     char* here = base + at;
     at += Align(bytes);
     return here;
   };
-  const size_t score_rows = Chooses(p) ? pairs * group : 0;
+  const size_t score_rows = Chooses(shape, batch) ? pairs * group : 0;
   w->scores = reinterpret_cast<float*>(take(score_rows * w->score_stride * sizeof(float)));
   w->sums = reinterpret_cast<float2*>(take(score_rows * w->sum_stride * sizeof(float2)));
   const size_t group_rows = score_rows > 0 && all_blocks > kCachedScores ? pairs : 0;
   w->group = reinterpret_cast<uint32_t*>(take(group_rows * w->score_stride * sizeof(uint32_t)));
-  w->selection = reinterpret_cast<int32_t*>(take(pairs * m.top_k * sizeof(int32_t)));
-  w->partial = reinterpret_cast<float*>(take(pairs * w->splits * group * p.head_dim * sizeof(float)));
+  w->selection = reinterpret_cast<int32_t*>(take(pairs * shape.top_k * sizeof(int32_t)));
+  w->partial = reinterpret_cast<float*>(take(pairs * w->splits * group * shape.head_dim * sizeof(float)));
   w->partial_sums = reinterpret_cast<float2*>(take(pairs * w->splits * group * sizeof(float2)));
   w->finished = reinterpret_cast<int32_t*>(take(pairs * sizeof(int32_t)));
   return at;
@@ -96,70 +90,54 @@ __device__ __forceinline__ void WaitForPrevious() {
 #endif
 }
 
-// Which blocks a query reads: init, the chosen ones out of [candidate_begin, candidate_end), local.
+// Which blocks the query of a sequence reads: [0, init_end), chosen ones of the candidates, [local_begin, own].
 struct Reach {
-  int length, own;
-  bool dense;
-  int candidate_begin, candidate_end;
+  int length, own, init_end, local_begin;
+  int chosen;      // blocks of its list
+  int window;      // the first token that it may read
+  bool takes_all;  // nothing to rank: every candidate is taken, or there is no choice at all
 
-  __device__ Reach(const DecodeParams& p, int seq) {
-    length = p.kv_lens[seq];
-    const int position = length - 1;
-    own = length > 0 ? position / kBlock : 0;
-    dense = position < p.method.dense_below;
-    candidate_begin = min(p.method.init_blocks, own + 1);
-    candidate_end = max(candidate_begin, own - p.method.local_blocks);
+  __device__ Reach(const ForwardParams& p, int seq) {
+    const BlockRules& rules = p.shape;
+    length = p.batch.kv_lens[seq];
+    own = length > 0 ? (length - 1) / kBlock : 0;
+    init_end = rules.InitEnd(own);
+    local_begin = rules.LocalBegin(own);
+    chosen = length > 0 ? rules.Chosen(own) : 0;
+    window = rules.WindowBegin(max(length - 1, 0));
+    takes_all = length <= 0 || rules.ReadsAll(own);
   }
-  __device__ int candidates() const { return candidate_end - candidate_begin; }
-  __device__ int chosen(const DecodeParams& p) const { return min(p.method.top_k, candidates()); }
-  // Nothing to rank: every candidate is taken, or there is no choice at all.
-  __device__ bool takes_all(const DecodeParams& p) const {
-    return length <= 0 || dense || candidates() <= p.method.top_k;
-  }
+  __device__ int candidates() const { return local_begin - init_end; }
 };
 
 template <typename T>
-__device__ __forceinline__ const T* RepRow(const DecodeParams& p, int seq, int kv_head, int row) {
-  const T* reps = static_cast<const T*>(p.reps) + kv_head * p.rep_head_stride;
-  if (p.page_size == 0) return reps + (p.rep_starts[seq] + row) * p.rep_row_stride;
-  const int rows = p.page_size / kBlock * p.method.parts;
-  const int64_t page = p.page_table[seq * p.page_table_stride + row / rows];
-  return reps + page * p.rep_page_stride + (row % rows) * p.rep_row_stride;
+__device__ __forceinline__ const T* RepRow(const ForwardParams& p, int seq, int kv_head, int row) {
+  return static_cast<const T*>(p.reps.data) + kv_head * p.reps.head_stride +
+         RepOffset(p.batch, p.reps, p.shape.parts, seq, row);
 }
-
-// Where the first token of a block lies, in k, v or flags: page and row.
-struct Place {
-  int64_t page, row;
-  __device__ Place(const DecodeParams& p, int seq, int block) {
-    if (p.page_size == 0) {
-      page = 0;
-      row = p.kv_starts[seq] + static_cast<int64_t>(block) * kBlock;
-    } else {
-      const int blocks = p.page_size / kBlock;
-      page = p.page_table[seq * p.page_table_stride + block / blocks];
-      row = block % blocks * kBlock;
-    }
-  }
-};
 
 // The queries of a group as the left operand: rows are heads, zero beyond the group. Lane l holds the 16 bytes
 // 8(l%4) … of every 32 elements of its two rows; keys are loaded in the same order.
 template <typename T, int kDim, bool kWide>
 struct Queries {
-  uint4 low[kDim / 32];
-  uint4 high[kWide ? kDim / 32 : 1];
+  static constexpr int kPieces = kRowPieces<kDim>;
+  uint4 low[kPieces];
+  uint4 high[kWide ? kPieces : 1];
 
-  __device__ void Load(const DecodeParams& p, int seq, int kv_head, int group, int lane) {
+  __device__ void Load(const ForwardParams& p, int seq, int kv_head, int group, int lane) {
     const int row = lane / 4;
-    const T* q = static_cast<const T*>(p.q) + seq * p.q_token_stride + lane % 4 * 8;
+    const T* q = static_cast<const T*>(p.q.data) + seq * p.q.token_stride + lane % 4 * 8;
     const int64_t first = static_cast<int64_t>(kv_head) * group;
     const uint4 zero = make_uint4(0, 0, 0, 0);
 #pragma unroll
-    for (int j = 0; j < kDim / 32; ++j) {
-      low[j] = row < group ? *reinterpret_cast<const uint4*>(q + (first + row) * p.q_head_stride + j * 32) : zero;
+    for (int j = 0; j < kPieces; ++j) {
+      const bool there = HasPiece<kDim>(4 * j + lane % 4);
+      low[j] =
+          there && row < group ? *reinterpret_cast<const uint4*>(q + (first + row) * p.q.head_stride + j * 32) : zero;
       if (kWide) {
-        high[j] =
-            row + 8 < group ? *reinterpret_cast<const uint4*>(q + (first + row + 8) * p.q_head_stride + j * 32) : zero;
+        high[j] = there && row + 8 < group
+                      ? *reinterpret_cast<const uint4*>(q + (first + row + 8) * p.q.head_stride + j * 32)
+                      : zero;
       }
     }
   }
@@ -172,7 +150,7 @@ struct Queries {
 };
 
 template <typename T, int kDim, bool kWide, int kParts>
-__global__ void __launch_bounds__(kWarps * 32) ScoresKernel(const __grid_constant__ DecodeParams p, Workspace w) {
+__global__ void __launch_bounds__(kWarps * 32) ScoresKernel(const __grid_constant__ ForwardParams p, Workspace w) {
   LetNextStart();
   const int seq = blockIdx.z, kv_head = blockIdx.y;
   const int lane = threadIdx.x % 32;
@@ -180,27 +158,28 @@ __global__ void __launch_bounds__(kWarps * 32) ScoresKernel(const __grid_constan
   const Reach reach(p, seq);
   const int visible = reach.own * kParts;  // rows of the complete blocks before the own one
   const int begin = part * kWarpReps;
-  if (reach.takes_all(p) || begin >= visible) return;
-  const int group = p.num_q_heads / p.num_kv_heads;
+  if (reach.takes_all || begin >= visible) return;
+  const int group = p.shape.Group();
 
   Queries<T, kDim, kWide> q;
   q.Load(p, seq, kv_head, group, lane);
   // One tile of loads is in flight while another is multiplied.
-  uint4 keys[2][2][kDim / 32];
+  uint4 keys[2][2][kRowPieces<kDim>];
   auto load = [&](int tile) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const int at = min(begin + tile * 16 + n * 8 + lane / 4, visible - 1);
       const T* row = RepRow<T>(p, seq, kv_head, at) + lane % 4 * 8;
 #pragma unroll
-      for (int j = 0; j < kDim / 32; ++j) {
-        keys[tile % 2][n][j] = __ldcs(reinterpret_cast<const uint4*>(row + j * 32));
+      for (int j = 0; j < kRowPieces<kDim>; ++j) {
+        keys[tile % 2][n][j] = HasPiece<kDim>(4 * j + lane % 4) ? __ldcs(reinterpret_cast<const uint4*>(row + j * 32))
+                                                                : make_uint4(0, 0, 0, 0);
       }
     }
   };
   load(0);
   float s[kScoreTiles][2][4];
-  const float scale = p.method.scale * kLog2e;
+  const float scale = p.shape.scale * kLog2e;
 #pragma unroll
   for (int tile = 0; tile < kScoreTiles; ++tile) {
     if (tile + 1 < kScoreTiles && begin + (tile + 1) * 16 < visible) load(tile + 1);
@@ -210,12 +189,12 @@ __global__ void __launch_bounds__(kWarps * 32) ScoresKernel(const __grid_constan
       for (int i = 0; i < 4; ++i) s[tile][n][i] = 0;
       if (begin + tile * 16 < visible) {
 #pragma unroll
-        for (int j = 0; j < kDim / 32; ++j) q.Multiply(s[tile][n], j, keys[tile % 2][n][j]);
+        for (int j = 0; j < kRowPieces<kDim>; ++j) q.Multiply(s[tile][n], j, keys[tile % 2][n][j]);
       }
     }
   }
 
-  const int64_t pair = static_cast<int64_t>(seq) * p.num_kv_heads + kv_head;
+  const int64_t pair = static_cast<int64_t>(seq) * p.shape.num_kv_heads + kv_head;
 #pragma unroll
   for (int half = 0; half < (kWide ? 2 : 1); ++half) {
     const int head = lane / 4 + half * 8;
@@ -295,7 +274,7 @@ __device__ __forceinline__ uint32_t OrderedBits(float log_score) {
 // One thread block per sequence and KV head. Group scores are sums of softmax values, so they are not negative and
 // their bits order them: a radix search over the bits finds the K-th best, and only blocks with exactly that score need
 // the tie rule. Where the K-th best is too small a number to trust, the search runs again over logarithms.
-__global__ void __launch_bounds__(kTopKThreads, 1) TopKKernel(const __grid_constant__ DecodeParams p, Workspace w) {
+__global__ void __launch_bounds__(kTopKThreads, 1) TopKKernel(const __grid_constant__ ForwardParams p, Workspace w) {
   constexpr int kBins = 1 << kDigitBits;
   static_assert(kBins == 2 * kTopKThreads);
   extern __shared__ uint32_t cached[];
@@ -307,22 +286,21 @@ __global__ void __launch_bounds__(kTopKThreads, 1) TopKKernel(const __grid_const
   LetNextStart();
   WaitForPrevious();
   const int kv_head = blockIdx.x, seq = blockIdx.y;
-  const int64_t pair = static_cast<int64_t>(seq) * p.num_kv_heads + kv_head;
+  const int64_t pair = static_cast<int64_t>(seq) * p.shape.num_kv_heads + kv_head;
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
-  const int top_k = p.method.top_k;
+  const int top_k = p.shape.top_k;
   const Reach reach(p, seq);
   int32_t* const out = (p.selection ? p.selection : w.selection) + pair * top_k;
   if (tid == 0) w.finished[pair] = 0;
 
-  if (reach.takes_all(p)) {
-    const int count = reach.length <= 0 || reach.dense ? 0 : reach.candidates();
-    if (tid < top_k) out[tid] = tid < count ? reach.candidate_begin + tid : -1;
+  if (reach.takes_all) {
+    if (tid < top_k) out[tid] = tid < reach.chosen ? reach.init_end + tid : -1;
     return;
   }
 
-  const int group = p.num_q_heads / p.num_kv_heads;
+  const int group = p.shape.Group();
   const int count = reach.candidates();
-  const float* const scores = w.scores + pair * group * w.score_stride + reach.candidate_begin;
+  const float* const scores = w.scores + pair * group * w.score_stride + reach.init_end;
   // Raw scores of four heads and eight candidates a thread at a time: one latency for all. The first do not wait for
   // the sums.
   constexpr int kHeads = 4, kAtOnce = 8;
@@ -340,7 +318,7 @@ __global__ void __launch_bounds__(kTopKThreads, 1) TopKKernel(const __grid_const
   };
   load(tid, 0);
 
-  const int warps = (reach.own * p.method.parts + kWarpReps - 1) / kWarpReps;  // of Scores
+  const int warps = (reach.own * p.shape.parts + kWarpReps - 1) / kWarpReps;  // of Scores
   if (warp < group) {
     const float2* sums = w.sums + (pair * group + warp) * w.sum_stride;
     constexpr int kInFlight = 4;  // per lane
@@ -381,7 +359,7 @@ __global__ void __launch_bounds__(kTopKThreads, 1) TopKKernel(const __grid_const
 #pragma unroll
         for (int n = 0; n < kAtOnce; ++n) {
           const float y = Exp2(x[h][n] - log_sums[h0 + h]);
-          total[n] = p.group_reduce == PHSA_GROUP_MAX ? fmaxf(total[n], y) : total[n] + y;
+          total[n] = p.shape.group_max ? fmaxf(total[n], y) : total[n] + y;
         }
       }
     }
@@ -431,7 +409,7 @@ __global__ void __launch_bounds__(kTopKThreads, 1) TopKKernel(const __grid_const
         top = fmaxf(top, scores[h * static_cast<int64_t>(w.score_stride) + i] - log_sums[h]);
       for (int h = 0; h < group; ++h)
         sum += Exp2(scores[h * static_cast<int64_t>(w.score_stride) + i] - log_sums[h] - top);
-      values[i] = OrderedBits(p.group_reduce == PHSA_GROUP_MAX ? top : top + log2f(sum));
+      values[i] = OrderedBits(p.shape.group_max ? top : top + log2f(sum));
     }
   }
 
@@ -453,35 +431,34 @@ __global__ void __launch_bounds__(kTopKThreads, 1) TopKKernel(const __grid_const
   if (tid < top_k) {
     int rank = 0;
     for (int i = 0; i < top_k; ++i) rank += found[i] < found[tid];
-    out[rank] = reach.candidate_begin + found[tid];
+    out[rank] = reach.init_end + found[tid];
   }
 }
 
 // The row of reps that the new token completes, if it does.
 template <typename T, int kDim, int kParts>
-__device__ void WriteRepresentative(const DecodeParams& p, int seq, int kv_head, int length) {
+__device__ void WriteRepresentative(const ForwardParams& p, int seq, int kv_head, int length) {
   constexpr int kSpan = kBlock / kParts;  // keys of a row
-  if (p.reps == nullptr || length <= 0 || length % kSpan != 0) return;
-  const Place place(p, seq, (length - 1) / kBlock);
-  const int first = (length - kSpan) % kBlock;  // in the block
-  float lambda = p.head_lambda ? p.head_lambda[kv_head] : p.lambda;
+  if (p.reps.data == nullptr || length <= 0 || length % kSpan != 0) return;
+  const int block = (length - 1) / kBlock, first = (length - kSpan) % kBlock;  // in the block
   uint32_t flagged = 0;
   if (p.flags != nullptr) {
-    const uint8_t* flags = p.flags + place.page * p.flags_page_stride + place.row + first;
+    const Rows rows{nullptr, 1, 0, p.flags_page_stride};
+    const uint8_t* flags = p.flags + BlockOffset(p.batch, rows, seq, block) + first;
     for (int i = 0; i < kSpan; ++i) flagged |= (flags[i] != 0 ? 1u : 0u) << i;
   }
-  if (flagged == 0) lambda = 1;
+  const float lambda = flagged == 0 ? 1 : p.lambda[kv_head];
   const float mean_weight = lambda / kSpan;
   const float flag_weight = flagged == 0 ? 0 : (1 - lambda) / static_cast<float>(__popc(flagged));
-  const T* k = static_cast<const T*>(p.k) + place.page * p.k_page_stride + (place.row + first) * p.k_token_stride +
-               kv_head * p.k_head_stride;
+  const T* k = static_cast<const T*>(p.k.data) + BlockOffset(p.batch, p.k, seq, block) + first * p.k.token_stride +
+               kv_head * p.k.head_stride;
   T* rep = const_cast<T*>(RepRow<T>(p, seq, kv_head, length / kSpan - 1));
   for (int c = threadIdx.x; c < kDim; c += blockDim.x) {
     float keys[kSpan];
 #pragma unroll
-    for (int i = 0; i < kSpan; ++i) keys[i] = ToFloat(k[i * p.k_token_stride + c]);
+    for (int i = 0; i < kSpan; ++i) keys[i] = ToFloat(k[i * p.k.token_stride + c]);
     // The order of the sums is that of the prefill's kernel, so that both give the same bits.
-    constexpr int kSums = std::min(256 / kDim, kSpan);
+    constexpr int kSums = std::min(32 / kRowLanes<kDim>, kSpan);
     float sum[kSums] = {};
 #pragma unroll
     for (int i = 0; i < kSpan; ++i) {
@@ -497,8 +474,8 @@ __device__ void WriteRepresentative(const DecodeParams& p, int seq, int kv_head,
 }
 
 template <typename T, int kDim>
-__device__ void WriteRepresentative(const DecodeParams& p, int seq, int kv_head, int length) {
-  switch (p.method.parts) {
+__device__ void WriteRepresentative(const ForwardParams& p, int seq, int kv_head, int length) {
+  switch (p.shape.parts) {
     case 1: return WriteRepresentative<T, kDim, 1>(p, seq, kv_head, length);
     case 2: return WriteRepresentative<T, kDim, 2>(p, seq, kv_head, length);
     case 4: return WriteRepresentative<T, kDim, 4>(p, seq, kv_head, length);
@@ -506,11 +483,25 @@ __device__ void WriteRepresentative(const DecodeParams& p, int seq, int kv_head,
   }
 }
 
+// Columns of 64 that a lane's values are loaded in, eight elements each; the last are not all there.
+template <int kDim>
+constexpr int kSlabs = (kDim + 63) / 64;
+template <int kDim>
+__device__ __forceinline__ bool InSlab(int slab, int column) {
+  return kDim % 64 == 0 || slab * 64 + column < kDim;
+}
+template <int kDim, bool kWide>
+constexpr int kMergeBytes = kWarps*(kWide ? 16 : 8) * kDim* static_cast<int>(sizeof(float));
+
 template <typename T, int kDim, bool kWide>
-__global__ void __launch_bounds__(kWarps * 32) AttendKernel(const __grid_constant__ DecodeParams p, Workspace w) {
+__global__ void __launch_bounds__(kWarps * 32, kDim <= 64    ? (kWide ? 4 : 5)
+                                               : kDim <= 128 ? 3
+                                                             : 2)
+    AttendKernel(const __grid_constant__ ForwardParams p, Workspace w) {
   constexpr int kHalves = kWide ? 2 : 1;
   constexpr int kRows = kHalves * 8;
-  __shared__ float merged[kWarps][kRows][kDim];
+  extern __shared__ __align__(16) float merge_memory[];
+  auto& merged = *reinterpret_cast<float(*)[kWarps][kRows][kDim]>(merge_memory);
   __shared__ float2 merged_sums[kWarps][kRows];
   __shared__ float weights[kMaxSplits][kRows];
   __shared__ bool last;
@@ -522,14 +513,12 @@ __global__ void __launch_bounds__(kWarps * 32) AttendKernel(const __grid_constan
     WaitForPrevious();
     return;
   }
-  const int group = p.num_q_heads / p.num_kv_heads;
-  const int64_t pair = static_cast<int64_t>(seq) * p.num_kv_heads + kv_head;
-  T* const out =
-      static_cast<T*>(p.out) + seq * p.out_token_stride + static_cast<int64_t>(kv_head) * group * p.out_head_stride;
+  const int group = p.shape.Group();
+  const int64_t pair = static_cast<int64_t>(seq) * p.shape.num_kv_heads + kv_head;
+  T* const out = static_cast<T*>(p.out.data) + seq * p.out.token_stride +
+                 static_cast<int64_t>(kv_head) * group * p.out.head_stride;
 
-  const int init = reach.dense ? 0 : reach.candidate_begin;
-  const int chosen = reach.dense ? 0 : reach.chosen(p);
-  const int local_begin = reach.dense ? 0 : max(init, reach.own - p.method.local_blocks);
+  const int init = reach.init_end, chosen = reach.chosen, local_begin = reach.local_begin;
   const int blocks = reach.length <= 0 ? 0 : init + chosen + reach.own + 1 - local_begin;
   const int splits = (blocks + kWarps * w.blocks_per_warp - 1) / (kWarps * w.blocks_per_warp);
   if (split >= max(splits, 1)) {
@@ -539,15 +528,15 @@ __global__ void __launch_bounds__(kWarps * 32) AttendKernel(const __grid_constan
   Queries<T, kDim, kWide> q;
   q.Load(p, seq, kv_head, group, lane);
 
-  float o[kDim / 64][8][4] = {};
+  float o[kSlabs<kDim>][8][4] = {};
   float maximum[kHalves], sum[kHalves];
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     maximum[half] = -INFINITY;
     sum[half] = 0;
   }
-  const float scale = p.method.scale * kLog2e;
-  const int32_t* const selection = (p.selection ? p.selection : w.selection) + pair * p.method.top_k;
+  const float scale = p.shape.scale * kLog2e;
+  const int32_t* const selection = (p.selection ? p.selection : w.selection) + pair * p.shape.top_k;
   const int first = (split * kWarps + warp) * w.blocks_per_warp;
   for (int i = first; i < min(first + w.blocks_per_warp, blocks); ++i) {
     int block = i;
@@ -558,45 +547,53 @@ __global__ void __launch_bounds__(kWarps * 32) AttendKernel(const __grid_constan
       block = __ldcg(selection + i - init);
     }
     const int tokens = min(kBlock, reach.length - block * kBlock);
-    const Place place(p, seq, block);
-    const T* k = static_cast<const T*>(p.k) + place.page * p.k_page_stride + place.row * p.k_token_stride +
-                 kv_head * p.k_head_stride + lane % 4 * 8;
-    const T* v = static_cast<const T*>(p.v) + place.page * p.v_page_stride + place.row * p.v_token_stride +
-                 kv_head * p.v_head_stride + lane / 4 * 8;
+    const int before = reach.window - block * kBlock;  // tokens of the block before the window
+    const T* k = static_cast<const T*>(p.k.data) + BlockOffset(p.batch, p.k, seq, block) + kv_head * p.k.head_stride +
+                 lane % 4 * 8;
+    const T* v = static_cast<const T*>(p.v.data) + BlockOffset(p.batch, p.v, seq, block) + kv_head * p.v.head_stride +
+                 lane / 4 * 8;
     const uint4 zero = make_uint4(0, 0, 0, 0);
-    uint4 keys[2][kDim / 32];
+    uint4 keys[2][kRowPieces<kDim>];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const int token = n * 8 + lane / 4;
 #pragma unroll
-      for (int j = 0; j < kDim / 32; ++j) {
-        keys[n][j] =
-            token < tokens ? __ldcs(reinterpret_cast<const uint4*>(k + token * p.k_token_stride + j * 32)) : zero;
+      for (int j = 0; j < kRowPieces<kDim>; ++j) {
+        keys[n][j] = token < tokens && HasPiece<kDim>(4 * j + lane % 4)
+                         ? __ldcs(reinterpret_cast<const uint4*>(k + token * p.k.token_stride + j * 32))
+                         : zero;
       }
     }
     // Lane l takes the tokens whose probabilities it will hold, 8 elements from 8(l/4) on: element e of them is column
     // l/4 of the e-th product, so that a lane ends up with runs of 8 output elements.
-    uint4 values[kDim / 64][4];
+    uint4 values[kSlabs<kDim>][4];
+    const auto load_values = [&] {
 #pragma unroll
-    for (int i4 = 0; i4 < 4; ++i4) {
-      const int token = lane % 4 * 2 + i4 % 2 + i4 / 2 * 8;
+      for (int i4 = 0; i4 < 4; ++i4) {
+        const int token = lane % 4 * 2 + i4 % 2 + i4 / 2 * 8;
 #pragma unroll
-      for (int c = 0; c < kDim / 64; ++c) {
-        values[c][i4] =
-            token < tokens ? __ldcs(reinterpret_cast<const uint4*>(v + token * p.v_token_stride + c * 64)) : zero;
+        for (int c = 0; c < kSlabs<kDim>; ++c) {
+          values[c][i4] = token < tokens && InSlab<kDim>(c, lane / 4 * 8)
+                              ? __ldcs(reinterpret_cast<const uint4*>(v + token * p.v.token_stride + c * 64))
+                              : zero;
+        }
       }
-    }
+    };
+    // At head_dim 256 there are no registers for both.
+    if (kDim <= 128) load_values();
     float s[2][4] = {};
 #pragma unroll
-    for (int j = 0; j < kDim / 32; ++j) {
+    for (int j = 0; j < kRowPieces<kDim>; ++j) {
       q.Multiply(s[0], j, keys[0][j]);
       q.Multiply(s[1], j, keys[1][j]);
     }
+    if (kDim > 128) load_values();
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        s[n][e] = n * 8 + lane % 4 * 2 + e % 2 < tokens ? s[n][e] * scale : -INFINITY;
+        const int token = n * 8 + lane % 4 * 2 + e % 2;
+        s[n][e] = token < tokens && token >= before ? s[n][e] * scale : -INFINITY;
       }
     }
     uint32_t probabilities[4] = {};
@@ -606,16 +603,17 @@ __global__ void __launch_bounds__(kWarps * 32) AttendKernel(const __grid_constan
       top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
       top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
       top = fmaxf(top, maximum[half]);
-      const float shrink = Exp2(maximum[half] - top);
+      const float base = top == -INFINITY ? 0 : top;  // a block that the window leaves nothing of
+      const float shrink = Exp2(maximum[half] - base);
       maximum[half] = top;
       float x[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = Exp2(s[e / 2][half * 2 + e % 2] - top);
+      for (int e = 0; e < 4; ++e) x[e] = Exp2(s[e / 2][half * 2 + e % 2] - base);
       sum[half] = sum[half] * shrink + (x[0] + x[1]) + (x[2] + x[3]);
       probabilities[half] = Pack<T>(x[0], x[1]);
       probabilities[half + 2] = Pack<T>(x[2], x[3]);
 #pragma unroll
-      for (int c = 0; c < kDim / 64; ++c) {
+      for (int c = 0; c < kSlabs<kDim>; ++c) {
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
           o[c][e][half * 2] *= shrink;
@@ -624,7 +622,7 @@ __global__ void __launch_bounds__(kWarps * 32) AttendKernel(const __grid_constan
       }
     }
 #pragma unroll
-    for (int c = 0; c < kDim / 64; ++c) {
+    for (int c = 0; c < kSlabs<kDim>; ++c) {
       const uint32_t* a = reinterpret_cast<const uint32_t*>(&values[c][0]);
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
@@ -645,9 +643,10 @@ __global__ void __launch_bounds__(kWarps * 32) AttendKernel(const __grid_constan
     const int row = lane / 4 + half * 8;
     if (lane % 4 == 0) merged_sums[warp][row] = make_float2(maximum[half], sum[half]);
 #pragma unroll
-    for (int c = 0; c < kDim / 64; ++c) {
+    for (int c = 0; c < kSlabs<kDim>; ++c) {
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
+        if (!InSlab<kDim>(c, lane % 4 * 16 + column * 8)) continue;
         float4* to = reinterpret_cast<float4*>(&merged[warp][row][c * 64 + lane % 4 * 16 + column * 8]);
         const int e = half * 2 + column;
         to[0] = make_float4(o[c][0][e], o[c][1][e], o[c][2][e], o[c][3][e]);
@@ -671,10 +670,11 @@ __global__ void __launch_bounds__(kWarps * 32) AttendKernel(const __grid_constan
       total += weight * merged_sums[n][row].y;
     }
     if (splits <= 1) {
-      out[row * p.out_head_stride + c] = FromFloat<T>(total > 0 ? value / total : 0);
-      if (c == 0 && p.lse != nullptr) {
-        p.lse[static_cast<int64_t>(seq) * p.num_q_heads + kv_head * group + row] = (top + log2f(total)) * kLn2;
-      }
+      float lse = top + log2f(total), share = 1;
+      const int head = kv_head * group + row;
+      if (p.sinks != nullptr) lse = JoinSink(lse, p.sinks[head], share);
+      out[row * p.out.head_stride + c] = FromFloat<T>(total > 0 ? value / total * share : 0);
+      if (c == 0 && p.lse != nullptr) p.lse[static_cast<int64_t>(seq) * p.shape.num_q_heads + head] = lse * kLn2;
     } else {
       w.partial[slot * group * kDim + i] = value;
       if (c == 0) w.partial_sums[slot * group + row] = make_float2(top, total);
@@ -706,10 +706,11 @@ __global__ void __launch_bounds__(kWarps * 32) AttendKernel(const __grid_constan
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
     __syncwarp();
-    for (int i = lane; i < splits; i += 32) weights[i][row] /= total;
-    if (lane == 0 && p.lse != nullptr) {
-      p.lse[static_cast<int64_t>(seq) * p.num_q_heads + kv_head * group + row] = (top + log2f(total)) * kLn2;
-    }
+    float lse = top + log2f(total), share = 1;
+    const int head = kv_head * group + row;
+    if (p.sinks != nullptr) lse = JoinSink(lse, p.sinks[head], share);
+    for (int i = lane; i < splits; i += 32) weights[i][row] = weights[i][row] / total * share;
+    if (lane == 0 && p.lse != nullptr) p.lse[static_cast<int64_t>(seq) * p.shape.num_q_heads + head] = lse * kLn2;
   }
   __syncthreads();
   // Four elements a thread and all splits' loads in flight: this is the end of a chain of latencies.
@@ -726,7 +727,7 @@ __global__ void __launch_bounds__(kWarps * 32) AttendKernel(const __grid_constan
       value.z = fmaf(weight, x.z, value.z);
       value.w = fmaf(weight, x.w, value.w);
     }
-    *reinterpret_cast<uint2*>(out + row * p.out_head_stride + i % (kDim / 4) * 4) =
+    *reinterpret_cast<uint2*>(out + row * p.out.head_stride + i % (kDim / 4) * 4) =
         make_uint2(Pack<T>(value.x, value.y), Pack<T>(value.z, value.w));
   }
 }
@@ -747,23 +748,17 @@ cudaError_t Launch(void (*kernel)(Args...), dim3 grid, int threads, size_t share
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-bool CanOverlap() {
-  int device = 0, major = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
-}
-
 template <typename T, int kDim, bool kWide>
-cudaError_t Run(const DecodeParams& p, const Workspace& w, cudaStream_t stream) {
-  const auto heads = static_cast<unsigned>(p.num_kv_heads), seqs = static_cast<unsigned>(p.num_seqs);
-  const bool can_overlap = CanOverlap();
+cudaError_t Run(const ForwardParams& p, const Workspace& w, cudaStream_t stream) {
+  const auto heads = static_cast<unsigned>(p.shape.num_kv_heads), seqs = static_cast<unsigned>(p.batch.num_seqs);
+  const bool can_overlap = LaunchesOverlap(), chooses = Chooses(p.shape, p.batch);
   cudaError_t status;
-  if (Chooses(p)) {
+  if (chooses) {
     const dim3 grid(static_cast<unsigned>(w.sum_stride + kWarps - 1) / kWarps, heads, seqs);
-    const auto scores = p.method.parts == 1   ? ScoresKernel<T, kDim, kWide, 1>
-                        : p.method.parts == 2 ? ScoresKernel<T, kDim, kWide, 2>
-                        : p.method.parts == 4 ? ScoresKernel<T, kDim, kWide, 4>
-                                              : ScoresKernel<T, kDim, kWide, 8>;
+    const auto scores = p.shape.parts == 1   ? ScoresKernel<T, kDim, kWide, 1>
+                        : p.shape.parts == 2 ? ScoresKernel<T, kDim, kWide, 2>
+                        : p.shape.parts == 4 ? ScoresKernel<T, kDim, kWide, 4>
+                                             : ScoresKernel<T, kDim, kWide, 8>;
     status = Launch(scores, grid, kWarps * 32, 0, false, stream, p, w);
     if (status != cudaSuccess) return status;
     const size_t shared = std::min(w.score_stride, kCachedScores) * sizeof(uint32_t);
@@ -772,48 +767,41 @@ cudaError_t Run(const DecodeParams& p, const Workspace& w, cudaStream_t stream) 
     if (status != cudaSuccess) return status;
     status = Launch(TopKKernel, dim3(heads, seqs), kTopKThreads, shared, can_overlap, stream, p, w);
   } else {
-    status = cudaMemsetAsync(w.finished, 0, static_cast<size_t>(p.num_seqs) * p.num_kv_heads * sizeof(int32_t), stream);
-    if (status == cudaSuccess && p.method.top_k > 0) {
+    status = cudaMemsetAsync(w.finished, 0, static_cast<size_t>(seqs) * heads * sizeof(int32_t), stream);
+    if (status == cudaSuccess && p.shape.top_k > 0) {
       // Short sequences still list their candidates.
       status = Launch(TopKKernel, dim3(heads, seqs), kTopKThreads, 0, false, stream, p, w);
     }
   }
   if (status != cudaSuccess) return status;
-  const bool overlap = can_overlap && (Chooses(p) || p.method.top_k > 0);
-  return Launch(AttendKernel<T, kDim, kWide>, dim3(static_cast<unsigned>(w.splits) + 1, heads, seqs), kWarps * 32, 0,
-                overlap, stream, p, w);
-}
-
-template <typename T>
-cudaError_t RunDim(const DecodeParams& p, const Workspace& w, cudaStream_t stream) {
-  const bool wide = p.num_q_heads / p.num_kv_heads > 8;
-  if (p.head_dim == 64) return wide ? Run<T, 64, true>(p, w, stream) : Run<T, 64, false>(p, w, stream);
-  return wide ? Run<T, 128, true>(p, w, stream) : Run<T, 128, false>(p, w, stream);
-}
-
-bool Supported(const DecodeParams& p) {
-  const MethodParams& m = p.method;
-  return (p.dtype == PHSA_F16 || p.dtype == PHSA_BF16) && (p.head_dim == 64 || p.head_dim == 128) && p.num_seqs > 0 &&
-         p.num_seqs <= 65535 && p.num_kv_heads > 0 && p.num_q_heads % p.num_kv_heads == 0 &&
-         p.num_q_heads / p.num_kv_heads <= kMaxGroup && p.max_kv_len > 0 && m.top_k >= 0 && m.top_k <= kMaxTopK &&
-         m.init_blocks >= 0 && m.local_blocks >= 0 && m.scale > 0 &&
-         (m.parts == 1 || m.parts == 2 || m.parts == 4 || m.parts == 8) && p.page_size >= 0 &&
-         p.page_size % kBlock == 0 && (p.group_reduce == PHSA_GROUP_SUM || p.group_reduce == PHSA_GROUP_MAX);
+  constexpr int kShared = kMergeBytes<kDim, kWide>;
+  if (kShared > 40 * 1024) {  // 48 KiB with what is declared
+    status = cudaFuncSetAttribute(AttendKernel<T, kDim, kWide>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    if (status != cudaSuccess) return status;
+  }
+  const bool overlap = can_overlap && (chooses || p.shape.top_k > 0);
+  return Launch(AttendKernel<T, kDim, kWide>, dim3(static_cast<unsigned>(w.splits) + 1, heads, seqs), kWarps * 32,
+                kShared, overlap, stream, p, w);
 }
 
 }  // namespace
 
-size_t DecodeWorkspaceSize(const DecodeParams& params) {
-  if (!Supported(params)) return 0;
+template <int kHeadDim>
+size_t DecodeWorkspaceOf(const Shape& shape, const Batch& batch) {
   Workspace w;
-  return Layout(params, &w);
+  return Layout(shape, batch, nullptr, &w);
 }
 
-cudaError_t Decode(const DecodeParams& params, cudaStream_t stream) {
-  if (!Supported(params)) return cudaErrorInvalidValue;
+template <typename T, int kHeadDim>
+cudaError_t DecodeOf(const ForwardParams& p, cudaStream_t stream) {
+  if (p.shape.selection_heads != p.shape.num_kv_heads || p.batch.num_seqs > 65535) return cudaErrorInvalidValue;
   Workspace w;
-  if (Layout(params, &w) > params.workspace_size) return cudaErrorInvalidValue;
-  return params.dtype == PHSA_BF16 ? RunDim<__nv_bfloat16>(params, w, stream) : RunDim<__half>(params, w, stream);
+  if (Layout(p.shape, p.batch, p.workspace, &w) > p.workspace_size) return cudaErrorInvalidValue;
+  return p.shape.Group() > 8 ? Run<T, kHeadDim, true>(p, w, stream) : Run<T, kHeadDim, false>(p, w, stream);
 }
+
+template size_t DecodeWorkspaceOf<PHSA_HEAD_DIM>(const Shape&, const Batch&);
+template cudaError_t DecodeOf<bf16, PHSA_HEAD_DIM>(const ForwardParams&, cudaStream_t);
+template cudaError_t DecodeOf<half, PHSA_HEAD_DIM>(const ForwardParams&, cudaStream_t);
 
 }  // namespace phsa::cuda

@@ -7,48 +7,72 @@
 
 #include <cstdint>
 
-#include "cuda.h"
+#include "attention/cuda/cuda.h"
 
 namespace phsa::cuda {
 
 inline constexpr int kBlock = kBlockTokens;
+inline constexpr unsigned kFullWarp = 0xffffffffu;
 inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 
 using bf16 = __nv_bfloat16;
 
+// Pairs of elements; the first is the lower half.
 template <typename T>
-struct Convert;
-template <>
-struct Convert<bf16> {
-  static __device__ float2 Unpack(uint32_t x) { return __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(x)); }
-  static __device__ uint32_t Pack(float x, float y) {
-    const __nv_bfloat162 v = __floats2bfloat162_rn(x, y);
-    return reinterpret_cast<const uint32_t&>(v);
+__device__ __forceinline__ uint32_t Pack(float x, float y) {
+  uint32_t out;
+  if constexpr (__is_same(T, bf16)) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(y), "f"(x));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(y), "f"(x));
   }
-};
-template <>
-struct Convert<half> {
-  static __device__ float2 Unpack(uint32_t x) { return __half22float2(reinterpret_cast<__half2&>(x)); }
-  static __device__ uint32_t Pack(float x, float y) {
-    const __half2 v = __floats2half2_rn(x, y);
-    return reinterpret_cast<const uint32_t&>(v);
+  return out;
+}
+template <typename T>
+__device__ __forceinline__ float2 Unpack(uint32_t pair) {
+  if constexpr (__is_same(T, bf16)) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+  } else {
+    return __half22float2(reinterpret_cast<const __half2&>(pair));
   }
-};
+}
+template <typename T>
+__device__ __forceinline__ float ToFloat(T x) {
+  if constexpr (__is_same(T, bf16)) {
+    return __bfloat162float(x);
+  } else {
+    return __half2float(x);
+  }
+}
+template <typename T>
+__device__ __forceinline__ T FromFloat(float x) {
+  if constexpr (__is_same(T, bf16)) {
+    return __float2bfloat16_rn(x);
+  } else {
+    return __float2half_rn(x);
+  }
+}
 
-// d += a · b, 16 × 8 × 16. Lane (r, c) = (lane / 4, lane % 4) holds rows r and r + 8, columns 2c and 2c + 1 of d.
+// d += a · b, 16 × 8 × 16. Lane (r, c) = (lane / 4, lane % 4) holds rows r and r + 8 of a and d, columns 2c and 2c + 1
+// of d, column r of b; of the inner index pairs at 2c and 2c + 8. A product does not care in which order the 16 inner
+// indices come, as long as a and b agree: several loads use that to read 16 bytes at a time.
+template <typename T>
+__device__ __forceinline__ void Mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1) {
+  if constexpr (__is_same(T, bf16)) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+}
 template <typename T>
 __device__ __forceinline__ void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (sizeof(T) == 2 && __is_same(T, bf16)) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
+  Mma<T>(d, a[0], a[1], a[2], a[3], b0, b1);
 }
 
 __device__ __forceinline__ void LoadMatrix(uint32_t (&x)[4], uint32_t address) {
@@ -73,21 +97,40 @@ __device__ __forceinline__ uint4 ExchangeWords(uint4 w, int c) {
   return high ? make_uint4(s, t, v.z, v.w) : make_uint4(v.x, v.y, s, t);
 }
 
+// A row as the four lanes of a product's row hold it: lane c has the 16-byte pieces c, 4 + c, … of it. Where head_dim
+// is no multiple of 32 the last lanes' last piece is zero.
+template <int kHeadDim>
+inline constexpr int kRowPieces = (kHeadDim + 31) / 32;
+template <int kHeadDim>
+__device__ __forceinline__ bool HasPiece(int piece) {
+  return kHeadDim % 32 == 0 || piece < kHeadDim / 8;
+}
+// Bytes of `rows` rows in a shared-memory tile (TileOffset), and how many lanes a row takes that reads or writes 16
+// bytes a lane: a power of two, of which the last are idle where head_dim is none.
+template <int kHeadDim>
+inline constexpr int kRowBytes = (kHeadDim + 63) / 64 * 128;
+template <int kHeadDim>
+inline constexpr int kRowLanes = kHeadDim <= 64    ? 8
+                                 : kHeadDim <= 128 ? 16
+                                                   : 32;
+
 // A of products for rows r and r + 8, in the plain order of k; zeros where there is no row. In two steps, so that
 // something else may be done while the rows are under way.
-template <typename T, int kPieces>
-__device__ __forceinline__ void LoadRowWords(const T* row0, const T* row1, int c, uint4 (&words)[2][kPieces]) {
+template <int kHeadDim, typename T>
+__device__ __forceinline__ void LoadRowWords(const T* row0, const T* row1, int c,
+                                             uint4 (&words)[2][kRowPieces<kHeadDim>]) {
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const T* row = e == 0 ? row0 : row1;
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      words[e][i] = row ? *reinterpret_cast<const uint4*>(row + (4 * i + c) * 8) : uint4{};
+    for (int i = 0; i < kRowPieces<kHeadDim>; ++i) {
+      words[e][i] =
+          row && HasPiece<kHeadDim>(4 * i + c) ? *reinterpret_cast<const uint4*>(row + (4 * i + c) * 8) : uint4{};
     }
   }
 }
-template <int kPieces>
-__device__ __forceinline__ void MakeOperand(const uint4 (&words)[2][kPieces], int c, uint32_t (&a)[2 * kPieces][4]) {
+template <int kPieces, int kSteps>
+__device__ __forceinline__ void MakeOperand(const uint4 (&words)[2][kPieces], int c, uint32_t (&a)[kSteps][4]) {
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
 #pragma unroll
@@ -95,8 +138,10 @@ __device__ __forceinline__ void MakeOperand(const uint4 (&words)[2][kPieces], in
       const uint4 w = ExchangeWords(words[e][i], c);
       a[2 * i][e] = w.x;
       a[2 * i][2 + e] = w.y;
-      a[2 * i + 1][e] = w.z;
-      a[2 * i + 1][2 + e] = w.w;
+      if (2 * i + 1 < kSteps) {
+        a[2 * i + 1][e] = w.z;
+        a[2 * i + 1][2 + e] = w.w;
+      }
     }
   }
 }
@@ -182,6 +227,16 @@ __device__ __forceinline__ float Exp2(float x) {
   return y;
 }
 
+// A sink joins a row whose log-sum-exp (log2 units) is `lse2`: one more key without a value. Returns the new
+// log-sum-exp, and takes its share from `inverse`, which the row's sums are multiplied by.
+__device__ __forceinline__ float JoinSink(float lse2, float sink, float& inverse) {
+  const float sink2 = sink * kLog2e, top = fmaxf(lse2, sink2);
+  if (top == -INFINITY) return top;
+  const float joined = top + log2f(Exp2(lse2 - top) + Exp2(sink2 - top));
+  inverse *= Exp2(lse2 - joined);
+  return joined;
+}
+
 // Shared-memory tiles: rows of 128 bytes (64 elements) in which the 16-byte piece i of row r lies at i ^ (r % 8), the
 // 128-byte swizzle of wgmma. A head of 128 elements is two such panels, `panel_bytes` apart.
 __device__ __forceinline__ uint32_t TileOffset(int row, int piece, uint32_t panel_bytes) {
@@ -237,15 +292,6 @@ __device__ __forceinline__ int64_t RepOffset(const Batch& batch, const Rows& row
   return page * rows.page_stride + static_cast<int64_t>(row % on_page) * rows.token_stride;
 }
 
-// The block arithmetic of a query; the same as the plan's.
-__device__ __forceinline__ int32_t CandidateEnd(const Shape& shape, int32_t b) {
-  return max(shape.init_blocks, b - shape.local_blocks);
-}
-__device__ __forceinline__ bool BelowDense(const Shape& shape, int32_t b) { return b * kBlock < shape.dense_below; }
-__device__ __forceinline__ bool ReadsAll(const Shape& shape, int32_t b) {
-  return BelowDense(shape, b) || CandidateEnd(shape, b) - shape.init_blocks <= shape.top_k;
-}
-
 // Tiles of `tile` queries that a batch has at most; the device arrays alone know the exact number.
 inline int32_t MaxTiles(const Batch& batch, int32_t tile) {
   if (batch.num_seqs == 1) return (batch.total_q + tile - 1) / tile;
@@ -253,8 +299,35 @@ inline int32_t MaxTiles(const Batch& batch, int32_t tile) {
   return static_cast<int32_t>(most);
 }
 
-int32_t DeviceArchitecture();  // 80 or 90
-unsigned Multiprocessors();    // of the current device
+// Of the current device.
+bool Hopper();           // whether the kernels for sm_90a are to run
+bool LaunchesOverlap();  // whether a kernel may start before the one before it has ended, as sm_90 and later can
+unsigned Multiprocessors();
+
+inline constexpr int kWidestWgmma = 128;  // head_dim; wider heads take the plain kernel for attend
+
+// The stages for one dtype and head size: each source defines its own, is compiled once for every size, and dispatch.cu
+// chooses.
+template <typename T, int kHeadDim>
+cudaError_t RepresentOf(const ForwardParams& p, bool all_blocks, cudaStream_t stream);
+template <int kHeadDim>
+cudaError_t PackOf(const ForwardParams& p, const int64_t* starts, void* to, cudaStream_t stream);
+template <int kHeadDim>
+size_t SelectWorkspaceOf(const Shape& shape, const Batch& batch);
+template <typename T, int kHeadDim>
+cudaError_t SelectOf(const ForwardParams& p, cudaStream_t stream);
+template <typename T, int kHeadDim>
+cudaError_t AttendOf(const ForwardParams& p, cudaStream_t stream);
+template <typename T, int kHeadDim>
+cudaError_t AttendWgmmaOf(const ForwardParams& p, cudaStream_t stream);
+template <int kHeadDim>
+size_t DecodeWorkspaceOf(const Shape& shape, const Batch& batch);
+template <typename T, int kHeadDim>
+cudaError_t DecodeOf(const ForwardParams& p, cudaStream_t stream);
+template <int kHeadDim>
+size_t BackwardWorkspaceOf(const Shape& shape, const Batch& batch);
+template <typename T, int kHeadDim>
+cudaError_t BackwardOf(const BackwardParams& p, cudaStream_t stream);
 
 }  // namespace phsa::cuda
 

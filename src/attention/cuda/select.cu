@@ -22,8 +22,8 @@
 #include <algorithm>
 #include <cfloat>
 
-#include "device.cuh"
-#include "wgmma.cuh"
+#include "attention/cuda/device.cuh"
+#include "attention/cuda/wgmma.cuh"
 
 namespace phsa::cuda {
 namespace {
@@ -32,7 +32,10 @@ constexpr int kWindow = 64;  // representatives per window
 constexpr int kSubset = 4;   // representatives per subset
 constexpr int kUnits = 16;   // units per tile: four warpgroups
 constexpr int kChooseWarps = 4;
-constexpr int kBins = 128;        // of the histogram of bounds
+constexpr int kBins = 128;  // of the histogram of bounds
+// Head sizes that have Statistics for Hopper; the others take the plain one there too.
+template <int kHeadDim>
+constexpr bool kHasWgmma = kHeadDim == 64 || kHeadDim == 128;
 constexpr int kCandidates = 128;  // per query, before the best K are kept; at least 64 + 16
 constexpr int kList = 256;        // subsets that are scored at a time
 
@@ -68,8 +71,8 @@ struct SelectArgs {
 };
 
 __device__ __forceinline__ bool NeedsScores(const SelectArgs& args, int32_t b) {
-  if (args.all) return !BelowDense(args.p.shape, b) && CandidateEnd(args.p.shape, b) > args.p.shape.init_blocks;
-  return !ReadsAll(args.p.shape, b);
+  if (args.all) return !args.p.shape.Dense(b) && args.p.shape.Candidates(b) > 0;
+  return !args.p.shape.ReadsAll(b);
 }
 
 // Row r of a unit whose first query is `q0` of the sequence: where its vector lies, or NULL where there is none.
@@ -97,7 +100,7 @@ __device__ __forceinline__ void InitRows(const SelectArgs& args, const SequenceV
     const int32_t q = min(q0 + (r + 8 * e) % args.group.queries, view.q_len - 1);
     const int32_t b = (view.first_position() + q) / kBlock;
     rows.b[e] = b * kParts;
-    rows.end[e] = CandidateEnd(args.p.shape, b) * kParts;
+    rows.end[e] = args.p.shape.CandidateEnd(b) * kParts;
     rows.base[e] = -1e30f;  // below any score: the first one moves it
     rows.sum[e] = 0.0f;
   }
@@ -107,19 +110,20 @@ __device__ __forceinline__ void InitRows(const SelectArgs& args, const SequenceV
 // grow by hundreds of powers of two towards the query (where keys have a large part in common, which RoPE turns); from
 // the first window on, the reference value would have to follow in most windows, and each time move the codes of all
 // windows before.
-template <typename T, int kPieces>
+template <typename T, int kHeadDim>
 __device__ __forceinline__ void GuessBases(const SelectArgs& args, const SequenceView& view, int32_t kv_head,
-                                           const uint4 (&words)[2][kPieces], int c, float scale2, RowPair& rows) {
+                                           const uint4 (&words)[2][kRowPieces<kHeadDim>], int c, float scale2,
+                                           RowPair& rows) {
   const int32_t t = min(rows.b[0], rows.b[1]) - 1;  // a row of reps
   float score[2] = {};
   if (t >= 0) {
     const T* rep = static_cast<const T*>(args.p.reps.data) + kv_head * args.p.reps.head_stride +
                    RepOffset(args.p.batch, args.p.reps, args.p.shape.parts, view.seq, t) + c * 8;
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const uint4 piece = *reinterpret_cast<const uint4*>(rep + i * 32);
+    for (int i = 0; i < kRowPieces<kHeadDim>; ++i) {
+      const uint4 piece = HasPiece<kHeadDim>(4 * i + c) ? *reinterpret_cast<const uint4*>(rep + i * 32) : uint4{};
       const auto add = [&](uint32_t of_rep, uint32_t of_row0, uint32_t of_row1) {
-        const float2 y = Convert<T>::Unpack(of_rep), x0 = Convert<T>::Unpack(of_row0), x1 = Convert<T>::Unpack(of_row1);
+        const float2 y = Unpack<T>(of_rep), x0 = Unpack<T>(of_row0), x1 = Unpack<T>(of_row1);
         score[0] = fmaf(x0.y, y.y, fmaf(x0.x, y.x, score[0]));
         score[1] = fmaf(x1.y, y.y, fmaf(x1.x, y.x, score[1]));
       };
@@ -338,7 +342,7 @@ constexpr int kPlainStages = 3;
 template <typename T, int kHeadDim, int kParts>
 __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __grid_constant__ SelectArgs args) {
   constexpr int kStages = kPlainStages;
-  constexpr uint32_t kStageBytes = kWindow * kHeadDim * 2;
+  constexpr uint32_t kStageBytes = kWindow * kRowBytes<kHeadDim>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const StatisticsTile tile = FindStatisticsTile(args, blockIdx.x, blockIdx.y);
   if (!tile.work) return;
@@ -364,10 +368,11 @@ __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __gri
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     const int32_t q0 = tile.q0 + (2 * warp + m) * args.group.queries;
-    uint4 words[2][kHeadDim / 32];
-    LoadRowWords(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c, words);
+    uint4 words[2][kRowPieces<kHeadDim>];
+    LoadRowWords<kHeadDim>(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c,
+                           words);
     InitRows<kParts>(args, tile.view, q0, r, rows[m]);
-    GuessBases<T>(args, tile.view, kv_head, words, c, scale2, rows[m]);
+    GuessBases<T, kHeadDim>(args, tile.view, kv_head, words, c, scale2, rows[m]);
     MakeOperand(words, c, a[m]);
   }
   const WindowEnds ends[2] = {WindowEnds(rows[0]), WindowEnds(rows[1])};
@@ -485,7 +490,7 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
                                                                        const __grid_constant__ CUtensorMap map) {
 #ifdef PHSA_SM90A
   constexpr int kRows = kWindow * kWgStageWindows;
-  constexpr uint32_t kStageBytes = kRows * kHeadDim * 2;
+  constexpr uint32_t kStageBytes = kRows * kRowBytes<kHeadDim>;
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ uint64_t barriers[2 * kWgStages];
   const uint32_t base = OpaqueAddress(shared);
@@ -530,10 +535,11 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
     uint32_t a[kHeadDim / 16][4];
     RowPair rows;
     const int32_t q0 = tile.q0 + warp * args.group.queries;
-    uint4 words[2][kHeadDim / 32];
-    LoadRowWords(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c, words);
+    uint4 words[2][kRowPieces<kHeadDim>];
+    LoadRowWords<kHeadDim>(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c,
+                           words);
     InitRows<kParts>(args, tile.view, q0, r, rows);
-    GuessBases<T>(args, tile.view, head / args.group.kv_div, words, c, scale2, rows);
+    GuessBases<T, kHeadDim>(args, tile.view, head / args.group.kv_div, words, c, scale2, rows);
     MakeOperand(words, c, a);
     const WindowEnds ends(rows);
     const int32_t reps_end = tile.view.kv_len / kBlock * kParts;
@@ -844,7 +850,7 @@ __device__ __forceinline__ uint32_t Bits(__nv_bfloat162 x) { return reinterpret_
 
 // What bounds are compared with, rounded down.
 __device__ __forceinline__ __nv_bfloat162 PackThreshold(float x) {
-  const uint32_t both = Convert<bf16>::Pack(x * (1.0f - 0x1p-8f), x * (1.0f - 0x1p-8f));
+  const uint32_t both = Pack<bf16>(x * (1.0f - 0x1p-8f), x * (1.0f - 0x1p-8f));
   return reinterpret_cast<const __nv_bfloat162&>(both);
 }
 
@@ -932,7 +938,7 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
   for (int f = 0; f < kFollowed; ++f) {
     const int32_t q = q0 + (r + 8 * f) % kQueries;
     const int32_t b = (view.first_position() + q) / kBlock;
-    end[f] = CandidateEnd(shape, b);
+    end[f] = shape.CandidateEnd(b);
     active[f] = q < view.q_len && NeedsScores(args, b);
     any |= active[f];
   }
@@ -944,7 +950,7 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
   for (int q = 0; !all && q < kQueries && q0 + q < view.q_len; ++q) {
     const int32_t b = (view.first_position() + q0 + q) / kBlock;
     if (NeedsScores(args, b)) continue;
-    const int32_t count = BelowDense(shape, b) ? 0 : CandidateEnd(shape, b) - init;
+    const int32_t count = shape.Dense(b) ? 0 : shape.Candidates(b);
     for (int i = lane; i < top_k; i += 32) {
       args.p.selection[list0 + q * list_stride + i] = i < count ? init + i : -1;
       if (args.p.selection_scores) args.p.selection_scores[list0 + q * list_stride + i] = 0.0f;
@@ -954,7 +960,7 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
 
   const int32_t last = min(q0 + kQueries, view.q_len) - 1;
   const int shift = 31 - __clz(shape.parts);  // from representatives to blocks
-  const int32_t reps_end = CandidateEnd(shape, (view.first_position() + last) / kBlock) << shift;
+  const int32_t reps_end = shape.CandidateEnd((view.first_position() + last) / kBlock) << shift;
   const int w_begin = (init << shift) / kWindow, windows = (reps_end + kWindow - 1) / kWindow - w_begin;
   const uint2* codes = args.codes + (unit * args.windows + w_begin) * 32 + lane;
   __nv_bfloat162 share[2];
@@ -1073,15 +1079,16 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
   }
 
   // A in an order of k that lets every lane load 16 bytes at once; B is loaded in the same order.
-  constexpr int kLoads = kHeadDim / 32;
+  constexpr int kLoads = kRowPieces<kHeadDim>;
   uint4 a0[kLoads], a1[kLoads];
   {
     const T* row0 = QueryRow<T>(args, view, head, q0, r);
     const T* row1 = QueryRow<T>(args, view, head, q0, r + 8);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      a0[i] = row0 ? *reinterpret_cast<const uint4*>(row0 + (i * 4 + c) * 8) : uint4{};
-      a1[i] = row1 ? *reinterpret_cast<const uint4*>(row1 + (i * 4 + c) * 8) : uint4{};
+      const bool there = HasPiece<kHeadDim>(i * 4 + c);
+      a0[i] = row0 && there ? *reinterpret_cast<const uint4*>(row0 + (i * 4 + c) * 8) : uint4{};
+      a1[i] = row1 && there ? *reinterpret_cast<const uint4*>(row1 + (i * 4 + c) * 8) : uint4{};
     }
   }
   const float lse0 = args.lse2[unit * 16 + r], lse1 = args.lse2[unit * 16 + r + 8];
@@ -1144,7 +1151,9 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
           rep += RepOffset(args.p.batch, args.p.reps, args.p.shape.parts, view.seq, t);
         }
 #pragma unroll
-        for (int k = 0; k < kLoads; ++k) b[i][k] = *reinterpret_cast<const uint4*>(rep + k * 32);
+        for (int k = 0; k < kLoads; ++k) {
+          b[i][k] = HasPiece<kHeadDim>(4 * k + c) ? *reinterpret_cast<const uint4*>(rep + k * 32) : uint4{};
+        }
       }
     };
     const int4* four = reinterpret_cast<const int4*>(list);
@@ -1330,7 +1339,7 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
 #pragma unroll
       for (int f = 0; f < kFollowed; ++f) {
         if (r + 8 * f >= kQueries || faint[r + 8 * f] == 0) continue;
-        end[f] = CandidateEnd(shape, (view.first_position() + q0 + (r + 8 * f) % kQueries) / kBlock);
+        end[f] = shape.CandidateEnd((view.first_position() + q0 + (r + 8 * f) % kQueries) / kBlock);
         threshold[f] = first_threshold[f] = 0.0f;
       }
     }
@@ -1454,26 +1463,36 @@ cudaError_t LaunchChoose(const SelectArgs& args, cudaStream_t stream) {
 template <typename T, int kHeadDim, int kParts>
 cudaError_t LaunchStatistics(const SelectArgs& args, const CUtensorMap& map, cudaStream_t stream) {
   const dim3 grid(args.tile_end - args.tile_begin, args.p.shape.selection_heads);
-  const bool hopper = DeviceArchitecture() >= 90;
-  const int shared = (hopper ? kWgStages * kWgStageWindows : kPlainStages) * kWindow * kHeadDim * 2;
+  const bool hopper = kHasWgmma<kHeadDim> && Hopper();
+  const int shared = (hopper ? kWgStages * kWgStageWindows : kPlainStages) * kWindow * kRowBytes<kHeadDim>;
   const auto set_shared = [&](auto kernel) {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   };
-  if (hopper) {
-    const cudaError_t error = set_shared(StatisticsWgmmaKernel<T, kHeadDim, kParts>);
-    if (error != cudaSuccess) return error;
-    const unsigned tiles = std::min(grid.x * grid.y, Multiprocessors());
-    StatisticsWgmmaKernel<T, kHeadDim, kParts><<<tiles, kWgThreads, shared, stream>>>(args, map);
-  } else {
-    const cudaError_t error = set_shared(StatisticsKernel<T, kHeadDim, kParts>);
-    if (error != cudaSuccess) return error;
-    StatisticsKernel<T, kHeadDim, kParts><<<grid, kPlainThreads, shared, stream>>>(args);
+  if constexpr (kHasWgmma<kHeadDim>) {
+    if (hopper) {
+      const cudaError_t error = set_shared(StatisticsWgmmaKernel<T, kHeadDim, kParts>);
+      if (error != cudaSuccess) return error;
+      const unsigned tiles = std::min(grid.x * grid.y, Multiprocessors());
+      StatisticsWgmmaKernel<T, kHeadDim, kParts><<<tiles, kWgThreads, shared, stream>>>(args, map);
+      return cudaGetLastError();
+    }
   }
+  const cudaError_t error = set_shared(StatisticsKernel<T, kHeadDim, kParts>);
+  if (error != cudaSuccess) return error;
+  StatisticsKernel<T, kHeadDim, kParts><<<grid, kPlainThreads, shared, stream>>>(args);
   return cudaGetLastError();
 }
 
+}  // namespace
+
+template <int kHeadDim>
+size_t SelectWorkspaceOf(const Shape& shape, const Batch& batch) {
+  const size_t tile = TileBytes(shape, batch);
+  return RoomTiles(shape, batch, std::max(kSelectWorkspace, LeastTiles(shape) * tile)) * tile;
+}
+
 template <typename T, int kHeadDim>
-cudaError_t Run(const ForwardParams& p, cudaStream_t stream) {
+cudaError_t SelectOf(const ForwardParams& p, cudaStream_t stream) {
   SelectArgs args{};
   args.p = p;
   args.group = MakeGroup(p.shape);
@@ -1484,13 +1503,13 @@ cudaError_t Run(const ForwardParams& p, cudaStream_t stream) {
   args.all = p.selection_scores != nullptr;
   const int32_t tiles = MaxTiles(p.batch, kUnits * args.group.queries);
   if (tiles == 0) return cudaSuccess;
-  if (p.workspace_size < SelectWorkspaceSize(p.shape, p.batch)) return cudaErrorInvalidValue;
+  if (p.workspace_size < SelectWorkspaceOf<kHeadDim>(p.shape, p.batch)) return cudaErrorInvalidValue;
   int32_t chunk = RoomTiles(p.shape, p.batch, p.workspace_size);
   // Where one chunk is not enough, each has whole rounds of tiles for the multiprocessors.
   const int32_t round = static_cast<int32_t>(Multiprocessors()), heads = p.shape.selection_heads;
   if (chunk < tiles && chunk * heads >= round) chunk = std::max(1, chunk * heads / round * round / heads);
   CUtensorMap map{};
-  args.copy_engine = !paged && DeviceArchitecture() >= 90 && MakeRepsMap(p, &map);
+  args.copy_engine = !paged && kHasWgmma<kHeadDim> && Hopper() && MakeRepsMap(p, &map);
   const size_t units = static_cast<size_t>(chunk) * heads * kUnits;
   args.codes = static_cast<uint2*>(p.workspace);
   args.units = reinterpret_cast<float2*>(args.codes + units * args.windows * 32);
@@ -1518,19 +1537,8 @@ cudaError_t Run(const ForwardParams& p, cudaStream_t stream) {
   return cudaSuccess;
 }
 
-}  // namespace
-
-size_t SelectWorkspaceSize(const Shape& shape, const Batch& batch) {
-  if (shape.top_k == 0) return 0;
-  const size_t tile = TileBytes(shape, batch);
-  return RoomTiles(shape, batch, std::max(kSelectWorkspace, LeastTiles(shape) * tile)) * tile;
-}
-
-cudaError_t Select(const ForwardParams& p, cudaStream_t stream) {
-  if (p.shape.top_k == 0) return cudaSuccess;
-  const bool bf = p.shape.dtype == Dtype::kBf16;
-  if (p.shape.head_dim == 128) return bf ? Run<bf16, 128>(p, stream) : Run<half, 128>(p, stream);
-  return bf ? Run<bf16, 64>(p, stream) : Run<half, 64>(p, stream);
-}
+template size_t SelectWorkspaceOf<PHSA_HEAD_DIM>(const Shape&, const Batch&);
+template cudaError_t SelectOf<bf16, PHSA_HEAD_DIM>(const ForwardParams&, cudaStream_t);
+template cudaError_t SelectOf<half, PHSA_HEAD_DIM>(const ForwardParams&, cudaStream_t);
 
 }  // namespace phsa::cuda

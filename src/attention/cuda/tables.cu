@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cuda.h"
+#include "attention/cuda/cuda.h"
 
 namespace phsa::cuda {
 namespace {

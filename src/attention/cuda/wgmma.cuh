@@ -1,8 +1,8 @@
-// Warpgroup products of Hopper (sm_90a): A in registers, B in shared memory under the 128-byte swizzle.
+// Warpgroup products of Hopper (sm_90a): A in registers or, like B, in shared memory under the 128-byte swizzle.
 #ifndef PHSA_ATTENTION_CUDA_WGMMA_CUH_
 #define PHSA_ATTENTION_CUDA_WGMMA_CUH_
 
-#include "device.cuh"
+#include "attention/cuda/device.cuh"
 
 // The instructions exist in the sm_90a target alone; kernels that use them are empty in any other.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -63,6 +63,15 @@ __device__ __forceinline__ uint64_t Descriptor(uint32_t address, uint32_t leadin
 __device__ __forceinline__ uint64_t DescriptorPlus(uint64_t descriptor, uint32_t bytes) {
   const uint32_t low = static_cast<uint32_t>(descriptor) + (bytes >> 4);
   return (descriptor & 0xFFFFFFFF00000000ull) | low;
+}
+
+// Tiles of TileOffset, `panel` bytes a panel of 64 columns. The 16 elements from 16 · step on of every row as the inner
+// index; or the 16 rows from 16 · step on, all columns.
+__device__ __forceinline__ uint64_t AlongElements(uint32_t tile, int step, uint32_t panel) {
+  return Descriptor(tile + step / 4 * panel + step % 4 * 32, 16, 1024);
+}
+__device__ __forceinline__ uint64_t AlongRows(uint32_t tile, int step, uint32_t panel) {
+  return Descriptor(tile + step * 2048, panel, 1024);
 }
 
 #define PHSA_WG_ACC4(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
@@ -128,6 +137,24 @@ __device__ __forceinline__ void Wgmma(float (&d)[16][4], const uint32_t (&a)[4],
         ", {%64,%65,%66,%67}, %68, p, 1, 1, %70; }"
         : PHSA_WG_ACC32(d, 0), PHSA_WG_ACC32(d, 8)
         : PHSA_WG_A(a), "l"(b), "r"(accumulate), "n"(kTransposed ? 1 : 0));
+  }
+}
+
+// The same with a (64 rows) in shared memory, both operands with the inner index along their rows.
+template <typename T>
+__device__ __forceinline__ void WgmmaShared(float (&d)[8][4], uint64_t a, uint64_t b, int accumulate) {
+  if constexpr (__is_same(T, bf16)) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " PHSA_WG_N64
+        ", %32, %33, p, 1, 1, 0, 0; }"
+        : PHSA_WG_ACC32(d, 0)
+        : "l"(a), "l"(b), "r"(accumulate));
+  } else {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " PHSA_WG_N64
+        ", %32, %33, p, 1, 1, 0, 0; }"
+        : PHSA_WG_ACC32(d, 0)
+        : "l"(a), "l"(b), "r"(accumulate));
   }
 }
 

@@ -5,7 +5,6 @@
 
 #include "attention/cuda/backend.h"
 #include "attention/cuda/cuda.h"
-#include "attention/cuda/decode_backward.h"
 #include "base/dtype.h"
 #include "base/errors.h"
 #include "model/cuda/decode_graphs.h"
@@ -279,11 +278,11 @@ void CudaBackend::MakeGraph(const StepGroup& group, DecodeGraph& graph) {
     desc.device = PHSA_DEVICE_CUDA;
     const Plan& plan = graph.plans.emplace_back(desc);
     lambdas.insert(lambdas.end(), plan.impl().lambda.begin(), plan.impl().lambda.end());
-    DecodeParams decode;
+    ForwardParams decode;
     const auto layer = static_cast<int32_t>(first - distinct.of_layer.begin());
     const phsa::ForwardParams forward = AttentionOf(layer, group, graph.page_table_stride());
     graph.possible = graph.possible && PrepareDecode(plan.impl(), forward, nullptr, nullptr, &decode);
-    if (graph.possible) graph.workspace = std::max(graph.workspace, DecodeWorkspaceSize(decode));
+    if (graph.possible) graph.workspace = std::max(graph.workspace, DecodeWorkspaceSize(decode.shape, decode.batch));
   }
   graph.plan_of_layer = std::move(distinct.of_layer);
   graph.lambdas = DeviceBuffer(lambdas.size() * sizeof(float), kStep);
@@ -300,7 +299,7 @@ void CudaBackend::EnqueueDecode(const DecodeGraph& graph, const StepGroup& group
     const size_t planned = graph.plan_of_layer[static_cast<size_t>(layer)];
     const float* const lambda = graph.lambdas.as<float>() + planned * static_cast<size_t>(config_.num_kv_heads);
     const phsa::ForwardParams forward = AttentionOf(layer, group, graph.page_table_stride());
-    DecodeParams decode;
+    ForwardParams decode;
     PHSA_CHECK(PrepareDecode(graph.plans[planned].impl(), forward, data.kv_lens, lambda, &decode));
     Check(Decode(decode, stream()), kStep);
     runner_.Finish(layer, m, at.qkv, at.residual);

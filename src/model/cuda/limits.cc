@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "attention/cuda/limits.h"
 #include "base/dtype.h"
 #include "base/errors.h"
 #include "io/architecture.h"
@@ -12,8 +13,9 @@ std::string UnsupportedModel(const ModelConfig& config, const BackendOptions& op
   if (std::ranges::find(kHeadDims, config.head_dim) == std::end(kHeadDims)) {
     return fmt::format("heads of {} elements; the GPU takes {}", config.head_dim, fmt::join(kHeadDims, ", "));
   }
-  if (config.num_q_heads / config.num_kv_heads > 16) {
-    return fmt::format("{} query heads a KV head; the GPU takes up to 16", config.num_q_heads / config.num_kv_heads);
+  if (config.num_q_heads / config.num_kv_heads > kMaxGroup) {
+    return fmt::format("{} query heads a KV head; the GPU takes up to {}", config.num_q_heads / config.num_kv_heads,
+                       kMaxGroup);
   }
   if (config.hidden % 8 != 0 || config.intermediate % 8 != 0 || config.expert_width % 8 != 0) {
     const int32_t odd = config.intermediate % 8 != 0 ? config.intermediate : config.expert_width;
