@@ -235,6 +235,17 @@ void Represent(Tensor k, MaybeTensor flags, Tensor q_lens, Tensor kv_lens, Tenso
   Check(phsa_represent_with(plan.get(), &params));
 }
 
+// Whether the device's kernels take such a call: refuses as the call itself would.
+void CheckPlan(Tensor lens, int64_t dtype, int64_t q_heads, int64_t kv_heads, int64_t head_dim, int64_t policy,
+               int64_t block, int64_t init, int64_t local, int64_t top_k, double lam, MaybeTensor head_lambda,
+               int64_t group_reduce, int64_t dense_below, int64_t parts, int64_t survivors, int64_t device) {
+  const Tensor starts = torch::stable::new_empty(lens, {1}, ScalarType::Long);
+  *static_cast<int64_t*>(starts.data_ptr()) = 0;
+  Plan(static_cast<int32_t>(device), static_cast<int32_t>(dtype), q_heads, kv_heads, head_dim,
+       {lens, lens, starts, nullptr},
+       {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, parts, survivors, 0}, 1);
+}
+
 // With v: attention. Without: the selection alone.
 void Forward(Tensor q, Tensor k, MaybeTensor v, MaybeTensor flags, MaybeTensor reps, Tensor q_lens, Tensor kv_lens,
              Tensor kv_starts, Tensor rep_starts, int64_t policy, int64_t block, int64_t init, int64_t local,
@@ -354,6 +365,8 @@ void Backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse
   "int dense_below, int parts, int survivors"
 
 STABLE_TORCH_LIBRARY(phsa_kernels, m) {
+  m.def("check(Tensor lens, int dtype, int q_heads, int kv_heads, int head_dim, " PHSA_SETTINGS_SCHEMA
+        ", int device) -> ()");
   m.def(
       "represent(Tensor k, Tensor? flags, Tensor q_lens, Tensor kv_lens, Tensor kv_starts, Tensor "
       "rep_starts, " PHSA_SETTINGS_SCHEMA ", int threads, int stream, Tensor(a!) reps) -> ()");
@@ -376,6 +389,7 @@ STABLE_TORCH_LIBRARY_IMPL(phsa_kernels, CUDA, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(phsa_kernels, CPU, m) {
+  m.impl("check", TORCH_BOX(&phsa_torch::CheckPlan));
   m.impl("represent", TORCH_BOX(&phsa_torch::Represent));
   m.impl("forward", TORCH_BOX(&phsa_torch::Forward));
   m.impl("backward", TORCH_BOX(&phsa_torch::Backward));

@@ -11,14 +11,15 @@ import functools
 import warnings
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _build, _library
-from .settings import GROUP_REDUCES, POLICIES, Settings, default_scale
+from .settings import GROUP_REDUCES, POLICIES, Settings, _plain, default_scale
 
 try:
     import torch
     from torch import Tensor
+    from torch.autograd import forward_ad
 except ImportError as error:
     raise ImportError("phsa.ops needs PyTorch, which is not installed here: pip install torch") from error
 
@@ -28,11 +29,6 @@ __all__ = ["backends", "missing_kernels", "phsa_attention", "representatives", "
 
 BACKENDS = ("auto", "cpu", "cuda", "torch")
 _HEAD_DIMS = (64, 80, 96, 128, 256)
-_CUDA_HEAD_DIMS = (64, 128)
-_CUDA_POLICIES = ("dense", "phsa", "infllm2", "streaming")
-_CUDA_GROUP = 16
-_CUDA_TOP_K = 64
-_CUDA_TOKENS = 1 << 20
 _REFUSED = "phsa refuses: "  # as in csrc/status.h
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -72,8 +68,12 @@ def _kernel(name: str, device: torch.device, args: Sequence[object], outputs: Se
     operator = getattr(torch.ops.phsa_kernels, name)
     try:
         if device.type == "cuda":
-            with torch.cuda.device(device):
-                operator(*args, 1, torch.cuda.current_stream(device).cuda_stream, *outputs)
+            stream = torch.cuda.current_stream(device).cuda_stream
+            if device.index == torch.cuda.current_device():  # entering it again would take longer than the call
+                operator(*args, 1, stream, *outputs)
+            else:
+                with torch.cuda.device(device):
+                    operator(*args, 1, stream, *outputs)
         else:
             operator(*args, torch.get_num_threads(), 0, *outputs)
     except RuntimeError as error:
@@ -90,48 +90,45 @@ def backends() -> tuple[str, ...]:
     return ("cpu", "cuda", "torch") if _library.has_cuda() and torch.cuda.is_available() else ("cpu", "torch")
 
 
-def _cuda_misfit(q: Tensor, k: Tensor, settings: Settings, backward: bool) -> str | None:
-    """What the CUDA kernels cannot do with these inputs, or None."""
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"{q.dtype}; allowed: float16, bfloat16"
-    if q.shape[-1] not in _CUDA_HEAD_DIMS:
-        return f"head_dim {q.shape[-1]}; allowed: {', '.join(map(str, _CUDA_HEAD_DIMS))}"
-    if q.shape[-2] // k.shape[-2] > _CUDA_GROUP:
-        return f"{q.shape[-2] // k.shape[-2]} query heads per KV head; allowed: up to {_CUDA_GROUP}"
-    if settings.policy not in _CUDA_POLICIES:
-        return f"policy {settings.policy!r}; allowed: {', '.join(_CUDA_POLICIES)}"
-    if settings.block != 16:
-        return f"block {settings.block}; allowed: 16"
-    if _fallback.Blocks.of(settings).parts > 1 and settings.survivors > 0:
-        return f"survivors {settings.survivors}; allowed: 0"
-    if settings.top_k > _CUDA_TOP_K:
-        return f"top_k {settings.top_k}; allowed: up to {_CUDA_TOP_K}"
-    if k.shape[0] > _CUDA_TOKENS:
-        return f"{k.shape[0]} keys; allowed: up to {_CUDA_TOKENS}"
-    if backward and settings.group_reduce == "none":
-        return "a backward with group_reduce 'none'; allowed: sum, max"
+@functools.lru_cache(maxsize=256)
+def _cuda_misfit(
+    dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int, keys: int, settings: Settings
+) -> str | None:
+    """What the CUDA kernels cannot do with such inputs, in the library's words, or None."""
+    if dtype not in _DTYPES:
+        return f"{dtype}; allowed: float16, bfloat16"
+    lens = _int_tensor([keys], torch.int32)
+    lam = (settings.lam,) if isinstance(settings.lam, Real) else settings.lam
+    sizes = (_DTYPES[dtype], q_heads, kv_heads, head_dim)
+    try:
+        torch.ops.phsa_kernels.check(lens, *sizes, *_native_settings(settings, lam), 1)
+    except RuntimeError as error:
+        message = str(error)
+        if not message.startswith(_REFUSED):
+            raise
+        return message.removeprefix(_REFUSED).removeprefix("plan: ")
     return None
 
 
-def _use_kernels(backend: str, q: Tensor, k: Tensor, settings: Settings, backward: bool = False) -> bool:
+def _use_kernels(backend: str, q: Tensor, k: Tensor, settings: Settings) -> bool:
     if backend == "torch":
         return False
     reason = _load()
+    misfit = None
     if q.device.type == "cuda" and backend in ("auto", "cuda"):
-        misfit = _cuda_misfit(q, k, settings, backward)
         if reason is None and not _library.has_cuda():
             reason = "libphsa was built without CUDA"
-    else:
-        misfit = None
-        if q.device.type != "cpu" or backend == "cuda":
-            misfit = (
-                f"{q.dtype} on {q.device}; allowed: tensors on {'a CUDA device' if backend == 'cuda' else 'the CPU'}"
-            )
-        elif q.dtype not in _DTYPES or q.shape[-1] not in _HEAD_DIMS:
-            misfit = (
-                f"{q.dtype} with head_dim {q.shape[-1]} on {q.device}; allowed: float32, float16, bfloat16 with "
-                f"head_dim {', '.join(map(str, _HEAD_DIMS))} on the CPU"
-            )
+        if reason is None:
+            # Lengths are rounded up to a power of two: a text that grows asks anew a few times only.
+            keys = 1 << max(0, k.shape[0] - 1).bit_length()
+            misfit = _cuda_misfit(q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], keys, settings)
+    elif q.device.type != "cpu" or backend == "cuda":
+        misfit = f"{q.dtype} on {q.device}; allowed: tensors on {'a CUDA device' if backend == 'cuda' else 'the CPU'}"
+    elif q.dtype not in _DTYPES or q.shape[-1] not in _HEAD_DIMS:
+        misfit = (
+            f"{q.dtype} with head_dim {q.shape[-1]} on {q.device}; allowed: float32, float16, bfloat16 with "
+            f"head_dim {', '.join(map(str, _HEAD_DIMS))} on the CPU"
+        )
     if backend != "auto":
         if misfit is not None:
             raise ValueError(f"phsa_attention: the {backend} backend has {misfit}")
@@ -383,7 +380,7 @@ def _attention_backward(
     seqs = _sequences(q.shape[0], k.shape[0], q_lens, kv_lens)
     # The kernels differentiate whole sequences; a chunk's gradient (q_len < kv_len) is computed in PyTorch.
     whole = q.shape[0] > 0 and all(seq.q_len == seq.kv_len for seq in seqs)
-    if not whole or not _use_kernels(backend, q, k, settings, backward=True):
+    if not whole or not _use_kernels(backend, q, k, settings):
         return _fallback.backward(q, k, v, out, lse, selection, d_out, seqs, settings, scale)
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     inputs = (*(_rows_contiguous(x) for x in (d_out, q, k, v, out)), lse, selection)
@@ -463,6 +460,99 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def jvp(*args: Any) -> None:
         _refuse_derivative("derivative in forward mode (jvp, jacfwd, hessian)")
+
+
+class _Prepared(NamedTuple):
+    """What eager calls with the same shapes, lengths and settings have in common: all checks passed, plain values."""
+
+    settings: Settings
+    lam: list[float]
+    scale: float
+    backend: str
+    seqs: list[_fallback.Sequence]
+    kernels: bool  # for the forward
+    backward_kernels: bool
+    layout: tuple[Tensor, Tensor, Tensor, Tensor]
+    native: tuple  # settings and scale
+    selection: tuple[int, int, int]  # its shape
+    rest: tuple  # of _attention_backward's arguments
+
+
+_PREPARED: dict[tuple, _Prepared] = {}
+_MOST_PREPARED = 1024
+
+
+def _eager_forward(
+    call: _Prepared, q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=_lse_dtype(q), device=q.device)
+    selection = torch.empty(call.selection, dtype=torch.int32, device=q.device)
+    if q.shape[0] == 0:
+        return out, lse, selection
+    if call.kernels:
+        rows = (_rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v), flags, None)
+        _kernel("forward", q.device, (*rows, *call.layout, *call.native), (out, lse, selection, None))
+    else:
+        _fallback.forward(q, k, v, flags, None, call.seqs, call.settings, call.scale, out, lse, selection, None)
+    return out, lse, selection
+
+
+def _eager_backward(
+    call: _Prepared, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not call.backward_kernels:
+        return _fallback.backward(q, k, v, out, lse, selection, d_out, call.seqs, call.settings, call.scale)
+    d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    rows = (*(_rows_contiguous(x) for x in (d_out, q, k, v, out)), lse, selection)
+    _kernel("backward", q.device, (*rows, *call.layout[:3], *call.native), (d_q, d_k, d_v))
+    return d_q, d_k, d_v
+
+
+class _Eager(torch.autograd.Function):
+    """_Differentiable where no transform of torch.func or of a compiler looks on: a quarter of its time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None, call: _Prepared
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, selection = _eager_forward(call, q, k, v, flags)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(lse, selection)
+        ctx.save_for_backward(q, k, v, out, lse, selection)
+        ctx.call = call
+        return out, lse, selection
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        if d_outputs[0] is None:
+            return (None,) * 5
+        q, k, v, out, lse, selection = ctx.saved_tensors
+        if torch.is_grad_enabled():  # who wants a derivative of this is told that there is none
+            lens = ctx.call.layout[:2]
+            grads = _Gradient.apply(d_outputs[0], q, k, v, out, lse, selection, *lens, *ctx.call.rest)
+        else:
+            grads = _eager_backward(ctx.call, d_outputs[0], q, k, v, out, lse, selection)
+        return (*grads, None, None)
+
+
+def _is_eager(*tensors: Tensor | None) -> bool:
+    """Whether nothing looks on that must see torch.library's operator: a compiler, torch.func, forward mode, a mode."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and forward_ad._current_level < 0
+        and all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    )
+
+
+def _lengths_key(lengths: Tensor | Sequence[int] | None) -> tuple | None:
+    if lengths is None:
+        return None
+    if not isinstance(lengths, Tensor):
+        return tuple(lengths)
+    return (lengths.dtype, lengths.shape, *(lengths.tolist() if lengths.dim() == 1 else ()))
 
 
 def _fold(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -837,6 +927,32 @@ class _Call:
     def batched(self, x: Tensor) -> Tensor:
         return x if self.batch is None else x.unflatten(0, self.batch)
 
+    def take_one_sequence(self) -> None:
+        """Without lengths, the queries are the last positions of one sequence."""
+        if self.q_lens is None and self.q.shape[0] != self.k.shape[0]:
+            self.q_lens, self.kv_lens = _as_lengths([self.q.shape[0]], ""), _as_lengths([self.k.shape[0]], "")
+
+    def prepare(self) -> _Prepared:
+        *numbers, scale, backend = self.settings
+        settings, lam = _settings(*numbers), numbers[5]
+        seqs = _sequences(self.q.shape[0], self.k.shape[0], self.q_lens, self.kv_lens)
+        kernels = _use_kernels(backend, self.q, self.k, settings)
+        # The kernels differentiate whole sequences; a chunk's gradient (q_len < kv_len) is computed in PyTorch.
+        whole = self.q.shape[0] > 0 and all(seq.q_len == seq.kv_len for seq in seqs)
+        return _Prepared(
+            settings,
+            lam,
+            scale,
+            backend,
+            seqs,
+            kernels,
+            kernels and whole,
+            _layout(seqs),
+            (*_native_settings(settings, lam), scale),
+            _selection_shape(self.q, self.k, settings.policy, settings.top_k, settings.group_reduce),
+            self.settings,
+        )
+
 
 def _make_settings(
     policy: str,
@@ -922,16 +1038,60 @@ def phsa_attention(
 
         Gradients flow to q, k and v through the attention over the selected tokens, none through the selection.
     """
-    settings = _make_settings(
-        policy, top_k, lam, init, local, block, group_reduce, dense_below, head_lambda, parts, survivors
+    numbers = (policy, top_k, _plain(lam), init, local, block, group_reduce, dense_below, _plain(head_lambda))
+    numbers += (parts, survivors)
+    lengths = (cu_seqlens, q_lens, kv_lens)
+    if _is_eager(q, k, v, flags):
+        out, lse, selection = _eager(q, k, v, flags, numbers, scale, lengths, backend)
+    else:
+        call = _Call(q, k, v, flags, _make_settings(*numbers), lam, head_lambda, scale, *lengths, backend)
+        call.take_one_sequence()
+        attention = _attention if torch.compiler.is_compiling() else _Differentiable.apply
+        results = attention(call.q, call.k, call.v, call.flags, call.q_lens, call.kv_lens, *call.settings)
+        out, lse, selection = (call.batched(x) for x in results)
+    return (out, lse, selection) if return_selection else (out, lse)
+
+
+def _eager(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    flags: Tensor | None,
+    numbers: tuple,
+    scale: float | None,
+    lengths: tuple[Tensor | Sequence[int] | None, ...],
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """phsa_attention where `_is_eager`: what depends on shapes, lengths and settings alone is checked once."""
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    key = (
+        *((x.shape, x.dtype, x.device) for x in (q, k, v)),
+        None if flags is None else (flags.shape, flags.dtype, flags.device),
+        numbers,
+        scale,
+        *map(_lengths_key, lengths),
+        backend,
     )
-    call = _Call(q, k, v, flags, settings, lam, head_lambda, scale, cu_seqlens, q_lens, kv_lens, backend)
-    if call.q_lens is None and q.shape[0] != k.shape[0]:
-        call.q_lens, call.kv_lens = _as_lengths([q.shape[0]], ""), _as_lengths([k.shape[0]], "")
-    attention = _attention if torch.compiler.is_compiling() else _Differentiable.apply
-    out, lse, selection = attention(call.q, call.k, call.v, call.flags, call.q_lens, call.kv_lens, *call.settings)
-    out, lse = call.batched(out), call.batched(lse)
-    return (out, lse, call.batched(selection)) if return_selection else (out, lse)
+    prepared = _PREPARED.get(key)
+    if prepared is None:
+        settings = _make_settings(*numbers)
+        call = _Call(q, k, v, flags, settings, numbers[2], numbers[8], scale, *lengths, backend)
+        call.take_one_sequence()
+        prepared = call.prepare()
+        if len(_PREPARED) >= _MOST_PREPARED:
+            _PREPARED.clear()
+        _PREPARED[key] = prepared
+    flags = _flag_bytes(flags)
+    batch = q.shape[:-2] if q.dim() == 4 else None
+    if batch is not None:
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        flags = None if flags is None else flags.flatten()
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        results = _Eager.apply(q, k, v, flags, prepared)
+    else:
+        results = _eager_forward(prepared, q, k, v, flags)
+    return results if batch is None else tuple(x.unflatten(0, batch) for x in results)
 
 
 def representatives(

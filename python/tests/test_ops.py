@@ -877,3 +877,81 @@ def test_targets_can_be_listed_and_chosen() -> None:
     for out in results:
         close = torch.isclose(out, results[-1], atol=2e-6, rtol=1e-5).flatten(1).all(1)
         assert (~close).sum() <= 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("policy", ["dense", "phsa"])
+@pytest.mark.parametrize("lengths", [{}, {"cu_seqlens": [0, 70, 70, 200]}, {"batch": True}], ids=str)
+def test_the_eager_way_gives_the_bits_of_the_operator(backend: str, policy: str, lengths: dict) -> None:
+    inputs = make(200, dtype=DTYPE[backend])
+    lengths = dict(lengths)
+    if lengths.pop("batch", False):
+        inputs = tuple(x.unflatten(0, (2, 100)) for x in inputs)
+    kwargs = {**options(policy), **lengths, "backend": backend, "return_selection": True}
+    runs = []
+    for eager in (True, False):
+        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+        with pytest.MonkeyPatch.context() as patch:
+            if not eager:
+                patch.setattr(ops, "_is_eager", lambda *tensors: False)
+            out, lse, selection = ops.phsa_attention(*leaves, inputs[3], **kwargs)
+        assert out.requires_grad and not lse.requires_grad
+        (out * torch.arange(out.numel()).view(out.shape)).sum().backward()
+        without = ops.phsa_attention(*inputs, **kwargs)
+        assert not without[0].requires_grad
+        runs.append([out.detach(), lse, selection, *(x.grad for x in leaves), *without])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_a_call_is_checked_once_and_anew_where_anything_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    take = ops._Call.prepare
+    monkeypatch.setattr(ops._Call, "prepare", lambda call: checked.append(1) or take(call))
+    monkeypatch.setattr(ops, "_PREPARED", {})
+    q, k, v, flags = make(100)
+    first = ops.phsa_attention(q, k, v, flags, **SMALL)
+    again = ops.phsa_attention(q.clone(), k, v, flags, **SMALL)
+    assert len(checked) == 1
+    assert torch.equal(first[0], again[0])
+    for changes in (
+        {"top_k": 1},
+        {"lam": 0.7},
+        {"lam": [0.6, 0.7]},
+        {"scale": 0.5},
+        {"policy": "dense"},
+        {"group_reduce": "max"},
+        {"backend": "torch"},
+        {"cu_seqlens": [0, 50, 100]},
+        {"cu_seqlens": torch.tensor([0, 51, 100])},
+        {"q_lens": [100], "kv_lens": [100]},
+    ):
+        before = len(checked)
+        for _ in range(2):
+            ops.phsa_attention(q, k, v, flags, **{**SMALL, **changes})
+        assert len(checked) == before + 1, changes
+    # What was refused once is refused again.
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cu_seqlens goes from 0 to 99"):
+            ops.phsa_attention(q, k, v, flags, **SMALL, cu_seqlens=[0, 99])
+        with pytest.raises(ValueError, match="k has 3 dimensions, q has 4"):
+            ops.phsa_attention(q[None], k, v, flags, **SMALL)
+        with pytest.raises(ValueError, match="top_k"):
+            ops.phsa_attention(q, k, v, flags, top_k=-1)
+
+
+def test_the_number_of_prepared_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_MOST_PREPARED", 3)
+    monkeypatch.setattr(ops, "_PREPARED", {})
+    for tokens in range(20, 30):
+        q, k, v, flags = make(tokens)
+        ops.phsa_attention(q, k, v, flags, **SMALL)
+        assert len(ops._PREPARED) <= 3
+
+
+def test_a_second_derivative_is_refused_in_eager_mode_too() -> None:
+    q, k, v, flags = make(40)
+    q.requires_grad_()
+    out, _ = ops.phsa_attention(q, k, v, flags, **SMALL)
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()

@@ -38,30 +38,36 @@ def test_tensors_on_the_cpu_are_refused_by_the_cuda_backend() -> None:
         ops.phsa_attention(q, k, k, **SMALL, backend="cuda")
 
 
+@pytest.mark.skipif(
+    ops.missing_kernels() is not None or not _library.has_cuda(), reason="needs a build with CUDA, but no GPU"
+)
 @pytest.mark.parametrize(
-    ("tensors", "settings", "backward", "message"),
+    ("tensors", "settings", "message"),
     [
-        ({}, {}, True, None),
-        ({"dtype": torch.float32}, {}, False, "torch.float32; allowed: float16, bfloat16"),
-        ({"head_dim": 80}, {}, False, "head_dim 80; allowed: 64, 128"),
-        ({"q_heads": 34}, {}, False, "17 query heads per KV head; allowed: up to 16"),
-        ({}, {"policy": "quest"}, False, "policy 'quest'; allowed: dense, phsa, infllm2, streaming"),
-        ({}, {"block": 32, "init": 32}, False, "block 32; allowed: 16"),
-        ({}, {"top_k": 65}, False, "top_k 65; allowed: up to 64"),
-        ({}, {"parts": 4}, True, None),
-        ({}, {"parts": 4, "survivors": 64}, False, "survivors 64; allowed: 0"),
-        ({}, {"group_reduce": "none"}, False, None),
-        ({}, {"group_reduce": "none"}, True, "a backward with group_reduce 'none'; allowed: sum, max"),
+        ({}, {}, None),
+        ({"dtype": torch.float32}, {}, "dtype: the CUDA kernels take bf16 and fp16"),
+        ({"dtype": torch.float64}, {}, "torch.float64; allowed: float16, bfloat16"),
+        ({"head_dim": 80}, {}, None),
+        ({"head_dim": 256}, {}, None),
+        ({"head_dim": 72}, {}, "head_dim is 72; allowed: 64, 80, 96, 128, 256"),
+        ({"q_heads": 34}, {}, "group: the CUDA kernels take up to 16 query heads a KV head"),
+        ({"keys": 1 << 20}, {}, None),
+        ({"keys": 1 << 21}, {}, "kv_len: the CUDA kernels take up to 1048576 tokens"),
+        ({}, {"policy": "quest"}, "the CUDA kernels take the policies dense, phsa, infllm2 and streaming"),
+        ({}, {"block": 32, "init": 32}, "block_size is 32; the CUDA kernels take 16"),
+        ({}, {"top_k": 65}, "top_k: the CUDA kernels take 0 to 64"),
+        ({}, {"parts": 4}, None),
+        ({}, {"parts": 4, "survivors": 64}, "survivors is 64; the CUDA kernels score the parts of all blocks (0)"),
+        ({}, {"group_reduce": "none"}, None),
+        ({}, {"lam": (0.5, 0.9)}, None),
     ],
     ids=str,
 )
-def test_what_the_cuda_kernels_cannot_do_is_named(
-    tensors: dict, settings: dict, backward: bool, message: str | None
+def test_what_the_cuda_kernels_cannot_do_is_named_by_the_library(
+    tensors: dict, settings: dict, message: str | None
 ) -> None:
-    sizes = {"q_heads": 4, "head_dim": 64, "dtype": torch.bfloat16, **tensors}
-    q = torch.empty(32, sizes["q_heads"], sizes["head_dim"], dtype=sizes["dtype"])
-    k = torch.empty(32, 2, sizes["head_dim"], dtype=sizes["dtype"])
-    assert ops._cuda_misfit(q, k, Settings(**{**SMALL, "block": 16, **settings}), backward) == message
+    sizes = {"dtype": torch.bfloat16, "q_heads": 4, "kv_heads": 2, "head_dim": 64, "keys": 32, **tensors}
+    assert ops._cuda_misfit(*sizes.values(), Settings(**{**SMALL, "block": 16, **settings})) == message
 
 
 class _CSettings(ctypes.Structure):
@@ -142,7 +148,7 @@ def test_a_plan_for_cuda_has_a_bounded_workspace_and_refuses_by_name() -> None:
     assert sizes == sorted(sizes)
     assert 0 < sizes[0] < sizes[1]
     assert sizes[-1] <= 1 << 30
-    assert plan(1000, head_dim=80) == (3, "plan: head_dim: the CUDA kernels take 64 and 128", 0)
+    assert all(plan(1000, head_dim=dim)[0] == 0 for dim in (64, 80, 96, 128, 256))
     assert plan(1000, dtype=0) == (3, "plan: dtype: the CUDA kernels take bf16 and fp16", 0)
 
 
@@ -153,13 +159,22 @@ def test_a_plan_for_cuda_has_a_bounded_workspace_and_refuses_by_name() -> None:
 @needs_gpu
 @pytest.mark.parametrize("policy", ["dense", "phsa", "infllm2", "streaming"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("parts", [1, 4])
-def test_forward_and_backward_agree_with_pytorch(policy: str, dtype: torch.dtype, head_dim: int, parts: int) -> None:
-    if parts > 1 and policy not in ("phsa", "infllm2"):
-        pytest.skip("this policy has no parts")
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("parts", "group_reduce"), [(1, "sum"), (4, "sum"), (1, "none")])
+def test_forward_and_backward_agree_with_pytorch(
+    policy: str, dtype: torch.dtype, head_dim: int, parts: int, group_reduce: str
+) -> None:
+    if policy not in ("phsa", "infllm2") and (parts > 1 or group_reduce != "sum"):
+        pytest.skip("this policy chooses nothing")
     q, k, v, flags = make(700, head_dim=head_dim, dtype=dtype)
-    kwargs = {**SMALL, "policy": policy, "parts": parts, "cu_seqlens": [0, 250, 700], "return_selection": True}
+    kwargs = {
+        **SMALL,
+        "policy": policy,
+        "parts": parts,
+        "group_reduce": group_reduce,
+        "cu_seqlens": [0, 250, 700],
+        "return_selection": True,
+    }
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out, lse, selection = ops.phsa_attention(*leaves, flags, **kwargs, backend="cuda")
     exact = [x.double().requires_grad_() for x in (q, k, v)]
