@@ -259,7 +259,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way, size_of_four", zip(WAYS, (4, 2, 4, 2), strict=True))
+@pytest.mark.parametrize("way, size_of_four", [*zip(WAYS, (4, 2, 4, 2), strict=True)])
 def test_processes_that_share_rows_learn_what_one_does(folder, tmp_path, way, size_of_four):
     """One process; two that share each row; four of which two share one row and two another, or all four each row, with
     two KV heads: by heads and by queries. Products of fewer rows round differently, so blocks whose scores are all
