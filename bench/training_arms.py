@@ -34,14 +34,13 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "python"))
-
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 from training_questions import write_questions
 from training_table import answers, wilson
 
 from phsa.train.shards import Shards
 
+ROOT = Path(__file__).resolve().parent.parent
 ENGLISH = ("eltec_eng", "pg19_test", "openstax_ccby", "elife", "mdn_en", "peps")
 LONG = ("eltec_eng", "pg19_test")
 KS = (1, 2, 4, 8, 16)
@@ -195,7 +194,10 @@ def configuration(folder: Path, plan: Plan, arm: Arm) -> dict[str, Any]:
 
 
 def call(program: str, *arguments: object) -> None:
-    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
+    try:
+        done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
+    except OSError as error:
+        raise SystemExit(f"--program {program}: {error.strerror}") from None
     if done.returncode != 0:
         raise SystemExit(f"{program} {arguments[0]}: {done.stderr.strip()[-2000:]}")
 
@@ -215,7 +217,8 @@ def seen_in(shards: Shards, forbidden: Shards) -> list[int]:
     found = []
     for number in range(shards.documents):
         document = windows(shards.document(number))
-        if len(document) and np.isin(document, known).mean() > 0.01:
+        place = np.searchsorted(known, document).clip(max=len(known) - 1)
+        if len(document) and (known[place] == document).mean() > 0.01:
             found.append(number)
     return found
 
