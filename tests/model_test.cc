@@ -378,11 +378,12 @@ TEST(DeviceWeights, CodesOfAFileStayAsTheyAreUnlessAnAdapterAddsToThem) {
   float factor = 0;
   const cuda::PackedRows to{WeightType::kInt8, codes.data(), scales.data(), &factor};
   const cuda::MatrixView view{codes.data(), scales.data(), &factor};
-  PackRow(tensor, {}, {}, 0, to, 0);
+  const ModelConfig config = FakeModel().config();
+  PackRow(tensor, config, {}, 0, to, 0);
   EXPECT_EQ(DeviceImage::Row(view, 0, kCols), values);
   EXPECT_EQ(codes[16], 0);  // -128
   const cuda::AdapterDelta delta{std::vector<float>(kCols, 0.5f), {2.0f}, 1, 0.25f};
-  PackRow(tensor, {}, delta, 0, to, 0);
+  PackRow(tensor, config, delta, 0, to, 0);
   const std::vector<float> row = DeviceImage::Row(view, 0, kCols);
   for (size_t i = 0; i < kCols; ++i) EXPECT_NEAR(row[i], values[i] + 0.25f, 1.6f / 127 * 0.57f);
 }

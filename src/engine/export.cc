@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <map>
 #include <utility>
 
 #include "base/errors.h"
@@ -33,17 +34,12 @@ constexpr int64_t kStripBytes = int64_t{16} << 20;  // of f32 in memory at once
 // A GGUF file's texts need not be UTF-8.
 std::string JsonFileText(const Json& json) { return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n"; }
 
-// A tensor of the output, and the one of the model that it is made of.
-struct Item {
-  OutputTensor output;
-  const ModelTensor* from = nullptr;  // null: `values`
-  std::vector<float> values;
-};
-
-// The numbers of one matrix or vector in Hugging Face's order, with the adapter's part in them.
+// The numbers of one matrix or vector in our order, with the adapter's part in them.
 class MergedRows {
  public:
-  MergedRows(const ModelTensor& tensor, const ModelSource& source) : tensor_(tensor), config_(source.config()) {
+  // `from_one`: what is added to a norm, because one kind of file has the 1 in it and the other has not.
+  MergedRows(const ModelTensor& tensor, const ModelSource& source, float from_one)
+      : tensor_(tensor), config_(source.config()), from_one_(tensor.name.ends_with("norm.weight") ? from_one : 0) {
     const Adapter* const adapter = source.adapter();
     const LowRankTensors* const found = adapter != nullptr ? adapter->Find(tensor.name) : nullptr;
     if (found == nullptr) return;
@@ -53,21 +49,19 @@ class MergedRows {
     for (float& value : b_) value *= found->scale;
   }
 
-  // out: [cols] of Hugging Face's row `row`.
+  // out: [cols] of our row `row`.
   void Read(int64_t row, float* out) const {
-    const Tensor& file = *tensor_.tensor;
     const int64_t cols = tensor_.cols;
     if (tensor_.rows == 0) {
-      std::vector<float> values(static_cast<size_t>(cols));
-      Dequantize(file.type, file.data, cols, values.data());
-      for (int64_t i = 0; i < cols; ++i) out[i] = values[static_cast<size_t>(FileRow(tensor_, config_, i))];
+      std::ranges::transform(ReadVector(tensor_, config_), out, [&](float value) { return value + from_one_; });
       return;
     }
-    const auto row_bytes =
-        static_cast<int64_t>(TensorTypeBlockBytes(file.type)) * (cols / TensorTypeBlockElements(file.type));
-    Dequantize(file.type, file.data + FileRow(tensor_, config_, row) * row_bytes, cols, out);
+    std::vector<uint8_t> scratch;
+    Dequantize(tensor_.tensor->type, RowBlocks(tensor_, config_, row, scratch), cols, out);
+    if (rank_ == 0) return;
+    const int64_t of_b = HuggingFaceRow(config_, tensor_.name, row);
     for (int64_t k = 0; k < rank_; ++k) {
-      const float factor = b_[static_cast<size_t>(row * rank_ + k)];
+      const float factor = b_[static_cast<size_t>(of_b * rank_ + k)];
       const float* const a = a_.data() + k * cols;
       for (int64_t c = 0; c < cols; ++c) out[c] += factor * a[c];
     }
@@ -76,19 +70,65 @@ class MergedRows {
  private:
   const ModelTensor& tensor_;
   const ModelConfig& config_;
+  const float from_one_;
   int64_t rank_ = 0;
   std::vector<float> a_, b_;
 };
 
-// GGUF stores q and k of Llama and its like for RoPE over neighbours: the inverse of FileRow.
-int64_t RowForGguf(const ModelTensor& tensor, const ModelConfig& config, int64_t row) {
-  const bool turned =
-      ArchitectureOf(config).gguf_interleaves_rope_rows &&
-      (tensor.name.find("q_proj") != std::string::npos || tensor.name.find("k_proj") != std::string::npos);
-  if (!turned) return row;
-  const int64_t half = config.head_dim / 2, head = row / config.head_dim, i = row % config.head_dim;
-  return head * config.head_dim + i / 2 + (i % 2) * half;
-}
+// A tensor of the output, and those of the model that it is made of: their rows one behind the other, or the matrices
+// of an expert the other way round, their rows by turns.
+struct Item {
+  OutputTensor output;
+  std::vector<const ModelTensor*> parts;  // none: `values`
+  int32_t by_turns = 0;                   // parts of an expert whose rows are columns here; 0: rows are rows
+  std::vector<float> values;
+};
+
+// Our row that is row `row` of a file of the target: the inverse of FileRow.
+class TargetRows {
+ public:
+  TargetRows(const ModelConfig& config, bool gguf) {
+    const Architecture& architecture = ArchitectureOf(config);
+    ModelConfig target = config;
+    target.interleaved_rope_rows = architecture.interleaved_rope || (gguf && architecture.gguf_interleaves_rope_rows);
+    ModelTensor tensor;
+    tensor.turned_heads = target.interleaved_rope_rows || target.rotary_dim > 0;
+    ours_.resize(static_cast<size_t>(config.head_dim));
+    for (int64_t i = 0; i < config.head_dim; ++i) ours_[static_cast<size_t>(FileRow(tensor, target, i))] = i;
+  }
+  int64_t Of(const ModelTensor& tensor, int64_t row) const {
+    if (tensor.name.find("q_proj") == std::string::npos && tensor.name.find("k_proj") == std::string::npos) return row;
+    const auto size = static_cast<int64_t>(ours_.size());
+    return row / size * size + ours_[static_cast<size_t>(row % size)];
+  }
+
+ private:
+  std::vector<int64_t> ours_;  // of a head
+};
+
+// GGUF's metadata.
+class GgufWriter final : public ConfigWriter {
+ public:
+  GgufWriter(GgufHeader& header, std::string_view architecture) : header_(header), architecture_(architecture) {}
+  bool gguf() const override { return true; }
+  void Int(const char*, const char* name, int32_t value) override {
+    if (*name != '\0') header_.AddInteger(Key(name), static_cast<uint32_t>(value));
+  }
+  void Float(const char*, const char* name, float value) override {
+    if (*name != '\0') header_.AddFloat(Key(name), value);
+  }
+  void Bool(const char*, const char* name, bool value) override {
+    if (*name != '\0') header_.AddBool(Key(name), value);
+  }
+  void Ints(const char*, const char* name, const std::vector<int32_t>& values) override {
+    if (*name != '\0') header_.AddIntegers(Key(name), values);
+  }
+
+ private:
+  std::string Key(const char* name) const { return fmt::format("{}.{}", architecture_, name); }
+  GgufHeader& header_;
+  std::string_view architecture_;
+};
 
 // Settings as a model carries them: complete, and with the ids in place of a file of punctuation.
 std::string Carriable(const ModelSource& source, const std::string& settings) {
@@ -122,8 +162,16 @@ void AddToConfig(const ModelSource& source, const std::string& carried, AnyJson*
 class Exporter {
  public:
   Exporter(const ModelSource& source, const ExportOptions& options, ThreadPool& threads)
-      : source_(source), config_(source.config()), options_(options), threads_(threads) {
+      : source_(source),
+        config_(source.config()),
+        options_(options),
+        threads_(threads),
+        gguf_(options.format == ExportFormat::kGguf),
+        target_rows_(config_, gguf_) {
     tensors_ = ModelTensors(source);
+    // In its files, and in ours, a norm may be what is added to 1.
+    const bool to_from_one = !gguf_ && ArchitectureOf(config_).norms_from_one;
+    from_one_ = static_cast<float>(config_.norms_from_one) - static_cast<float>(to_from_one);
     const TensorType own = tensors_.front().tensor->type;  // the embedding's
     const bool plain = own == TensorType::kF32 || own == TensorType::kF16 || own == TensorType::kBf16;
     type_ = options.type.value_or(plain ? own : TensorType::kF16);
@@ -153,9 +201,7 @@ class Exporter {
       write("tokenizer.json", TokenizerJson(vocabulary, source_.path()));
       write("tokenizer_config.json", JsonFileText(TokenizerConfigJson(vocabulary)));
     }
-    std::vector<Item> items;
-    for (const ModelTensor& tensor : tensors_)
-      items.push_back({{tensor.name, type_, tensor.tensor->shape}, &tensor, {}});
+    const std::vector<Item> items = Items();
     NewFile file(folder.place() / "model.safetensors");
     file.Write(SafetensorsHeader(Outputs(items)));
     if (!WriteData(file, items, 1)) return false;
@@ -178,17 +224,18 @@ class Exporter {
     if (!carried_.empty()) header.AddText("phsa.settings", carried_);
 
     std::vector<Item> items;
-    const std::vector<float> divisors = FrequencyDivisors();
-    if (!divisors.empty()) {
-      const auto size = static_cast<int64_t>(divisors.size());
-      items.push_back({{"rope_freqs.weight", TensorType::kF32, {size}}, nullptr, divisors});
+    const auto add = [&](const char* name, const std::vector<float>& values) {
+      if (values.empty()) return;
+      const auto size = static_cast<int64_t>(values.size());
+      items.push_back({{name, TensorType::kF32, {size}}, {}, 0, values});
+    };
+    if (config_.rope_scaling.kind == RopeScaling::Kind::kLongRope) {
+      add("rope_factors_long.weight", config_.rope_scaling.long_factors);
+      add("rope_factors_short.weight", config_.rope_scaling.short_factors);
+    } else {
+      add("rope_freqs.weight", FrequencyDivisors());
     }
-    for (const ModelTensor& tensor : tensors_) {
-      // llama.cpp wants vectors in f32, and keeps what has no whole blocks in f16.
-      TensorType type = tensor.rows == 0 ? TensorType::kF32 : type_;
-      if (tensor.cols % TensorTypeBlockElements(type) != 0) type = TensorType::kF16;
-      items.push_back({{GgufName(ArchitectureOf(config_), tensor.name), type, tensor.tensor->shape}, &tensor, {}});
-    }
+    for (Item& item : Items()) items.push_back(std::move(item));
     NewFile file(out);
     file.Write(header.Finish(Outputs(items)));
     if (!WriteData(file, items, kGgufAlignment)) return false;
@@ -213,17 +260,87 @@ class Exporter {
     return outputs;
   }
 
+  // What the target's file calls a tensor of ours; several of ours may go into one.
+  std::string OutputName(const ModelTensor& tensor) const {
+    const Architecture& architecture = ArchitectureOf(config_);
+    const LayerNames& names = architecture.names;
+    const std::string_view name = tensor.name;
+    const size_t layer_end = name.find('.', std::string_view("model.layers.").size());
+    if (!name.starts_with("model.layers.") || layer_end == std::string_view::npos) return TargetName(tensor.name);
+    const std::string_view layer = name.substr(0, layer_end + 1), rest = name.substr(layer_end + 1);
+    constexpr std::string_view kExperts = "mlp.experts.";
+    if (rest.starts_with(kExperts)) {
+      // mlp.experts.E.gate_proj.weight
+      const size_t dot = rest.find('.', kExperts.size());
+      const std::string part(rest.substr(dot + 1));
+      const bool bias = part.ends_with(".bias");
+      if (gguf_) return TargetName(fmt::format("{}{}{}", layer, kExperts, part));
+      if (names.expert_gate_up.hugging_face.empty()) return tensor.name;
+      const bool down = part.starts_with("down");
+      return fmt::format("{}{}{}", layer, (down ? names.expert_down : names.expert_gate_up).hugging_face,
+                         bias ? "_bias" : "");
+    }
+    const auto is = [&](const TensorName& one) { return rest == fmt::format("{}.weight", one.hugging_face); };
+    const auto joined = [&](const TensorName& whole) {
+      return TargetName(fmt::format("{}{}.weight", layer, whole.hugging_face));
+    };
+    if (!names.qkv.hugging_face.empty() && (is(names.q) || is(names.k) || is(names.v))) return joined(names.qkv);
+    if (!names.gate_up.hugging_face.empty() && (is(names.gate) || is(names.up))) return joined(names.gate_up);
+    return TargetName(tensor.name);
+  }
+  std::string TargetName(const std::string& name) const {
+    return gguf_ ? GgufName(ArchitectureOf(config_), name) : name;
+  }
+
+  std::vector<Item> Items() const {
+    std::vector<Item> items;
+    std::map<std::string, size_t> by_name;
+    for (const ModelTensor& tensor : tensors_) {
+      const std::string name = OutputName(tensor);
+      const auto [found, is_new] = by_name.try_emplace(name, items.size());
+      if (is_new) items.push_back({{name, type_, {}}, {}, 0, {}});
+      items[found->second].parts.push_back(&tensor);
+    }
+    const bool shares_experts = !ArchitectureOf(config_).names.expert_gate_up.hugging_face.empty();
+    for (Item& item : items) {
+      const ModelTensor& first = *item.parts.front();
+      const bool expert = first.name.find("mlp.experts.") != std::string::npos;
+      const auto count = static_cast<int64_t>(item.parts.size());
+      const int64_t experts = expert && (gguf_ || shares_experts) ? config_.num_experts : 0;
+      std::vector<int64_t>& shape = item.output.shape;
+      int64_t rows = 0;
+      for (const ModelTensor* part : item.parts) rows += std::max<int64_t>(part->rows, 1);
+      if (experts > 0 && !gguf_) item.by_turns = static_cast<int32_t>(count / experts);
+      if (experts == 0) {
+        shape = first.rows > 0 ? std::vector{rows, first.cols} : std::vector{first.cols};
+      } else if (first.rows == 0) {
+        shape = {experts, count / experts * first.cols};
+      } else if (gguf_) {
+        shape = {experts, first.rows, first.cols};
+      } else {
+        shape = {experts, first.cols, count / experts * first.rows};
+      }
+      if (!gguf_) continue;
+      // llama.cpp wants vectors in f32, and a router too, and keeps what has no whole blocks in f16.
+      const bool router =
+          first.name.ends_with(fmt::format("{}.weight", ArchitectureOf(config_).names.router.hugging_face));
+      if (first.rows == 0 || (config_.num_experts > 0 && router)) item.output.type = TensorType::kF32;
+      if (first.cols % TensorTypeBlockElements(item.output.type) != 0) item.output.type = TensorType::kF16;
+    }
+    return items;
+  }
+
   bool WriteData(NewFile& file, const std::vector<Item>& items, uint64_t alignment) {
     uint64_t total = 0, done = 0;
     for (const Item& item : items) total += item.output.bytes();
     for (const Item& item : items) {
-      if (item.from == nullptr) {
+      const auto progress = [&](uint64_t bytes) {
+        done += bytes;
+        return !options_.progress || options_.progress(static_cast<double>(done) / static_cast<double>(total));
+      };
+      if (item.parts.empty()) {
         file.Write(item.values.data(), item.values.size() * sizeof(float));
-      } else if (!WriteTensor(file, item, [&](uint64_t bytes) {
-                   done += bytes;
-                   return !options_.progress ||
-                          options_.progress(static_cast<double>(done) / static_cast<double>(total));
-                 })) {
+      } else if (!(item.by_turns > 0 ? WriteByTurns(file, item, progress) : WriteRows(file, item, progress))) {
         return false;
       }
       const uint64_t rest = item.output.bytes() % alignment;
@@ -232,62 +349,96 @@ class Exporter {
     return true;
   }
 
-  template <class Progress>
-  bool WriteTensor(NewFile& file, const Item& item, const Progress& progress) {
-    const ModelTensor& tensor = *item.from;
-    const MergedRows merged(tensor, source_);
-    const int64_t rows = std::max<int64_t>(tensor.rows, 1), cols = tensor.cols;
+  // Rows [begin, begin + count) of the target, [count][width] f32, made by `fill(row, out)` on all threads, as the
+  // output's type into the file.
+  template <class Fill>
+  void WriteStrip(NewFile& file, const Item& item, int64_t begin, int64_t count, int64_t width, const Fill& fill) {
     const TensorType type = item.output.type;
-    const int64_t row_bytes = cols / TensorTypeBlockElements(type) * static_cast<int64_t>(TensorTypeBlockBytes(type));
-    const int64_t strip = std::clamp<int64_t>(kStripBytes / (cols * int64_t{sizeof(float)}), 1, rows);
-    std::vector<uint8_t> bytes(static_cast<size_t>(strip * row_bytes));
-    for (int64_t first = 0; first < rows; first += strip) {
-      const int64_t count = std::min(strip, rows - first);
-      struct Job {
-        const Exporter& exporter;
-        const ModelTensor& tensor;
-        const MergedRows& merged;
-        TensorType type;
-        int64_t first, count, row_bytes;
-        uint8_t* out;
-        std::atomic<bool> fits = true;
-      } job{*this, tensor, merged, type, first, count, row_bytes, bytes.data()};
-      constexpr int64_t kRows = 64;
-      threads_.Run(
-          static_cast<int32_t>((count + kRows - 1) / kRows),
-          [](void* arg, int32_t task, int32_t) {
-            Job& work = *static_cast<Job*>(arg);
-            work.exporter.Convert(work.tensor, work.merged, work.type, work.first, task * kRows,
-                                  std::min(work.count, (task + 1) * kRows), work.row_bytes, work.out, work.fits);
-          },
-          &job);
-      if (!job.fits) {
-        Throw(PHSA_UNSUPPORTED, "{} has a number that {} cannot hold; --type bf16 or f32 can", tensor.name,
-              TensorTypeName(type));
-      }
-      file.Write(bytes.data(), static_cast<size_t>(count * row_bytes));
-      if (!progress(static_cast<uint64_t>(count * row_bytes))) return false;
+    const int64_t row_bytes = width / TensorTypeBlockElements(type) * static_cast<int64_t>(TensorTypeBlockBytes(type));
+    std::vector<uint8_t> bytes(static_cast<size_t>(count * row_bytes));
+    struct Job {
+      const Fill& fill;
+      TensorType type;
+      int64_t begin, count, width, row_bytes;
+      uint8_t* out;
+      std::atomic<bool> fits = true;
+    } job{fill, type, begin, count, width, row_bytes, bytes.data()};
+    constexpr int64_t kRows = 64;
+    threads_.Run(
+        static_cast<int32_t>((count + kRows - 1) / kRows),
+        [](void* arg, int32_t task, int32_t) {
+          Job& work = *static_cast<Job*>(arg);
+          std::vector<float> values(static_cast<size_t>(work.width));
+          for (int64_t row = task * kRows; row < std::min(work.count, (task + 1) * kRows); ++row) {
+            work.fill(work.begin + row, values.data());
+            if (!Quantize(work.type, values.data(), work.width, work.out + row * work.row_bytes)) work.fits = false;
+          }
+        },
+        &job);
+    if (!job.fits) {
+      Throw(PHSA_UNSUPPORTED, "{} has a number that {} cannot hold; --type bf16 or f32 can", item.output.name,
+            TensorTypeName(type));
     }
-    source_.Release(*tensor.tensor);
-    return true;
+    file.Write(bytes.data(), bytes.size());
   }
 
-  void Convert(const ModelTensor& tensor, const MergedRows& merged, TensorType type, int64_t first, int64_t begin,
-               int64_t end, int64_t row_bytes, uint8_t* out, std::atomic<bool>& fits) const {
-    const bool gguf = options_.format == ExportFormat::kGguf;
-    std::vector<float> values(static_cast<size_t>(tensor.cols)), turned;
-    for (int64_t row = begin; row < end; ++row) {
-      if (tensor.rows > 0) {
-        merged.Read(gguf ? RowForGguf(tensor, config_, first + row) : first + row, values.data());
-      } else {
-        turned.resize(values.size());
-        merged.Read(0, turned.data());
-        for (int64_t i = 0; i < tensor.cols; ++i) {
-          values[static_cast<size_t>(i)] = turned[static_cast<size_t>(gguf ? RowForGguf(tensor, config_, i) : i)];
+  template <class Progress>
+  bool WriteRows(NewFile& file, const Item& item, const Progress& progress) {
+    for (const ModelTensor* part : item.parts) {
+      const ModelTensor& tensor = *part;
+      const MergedRows merged(tensor, source_, from_one_);
+      const int64_t rows = std::max<int64_t>(tensor.rows, 1), cols = tensor.cols;
+      const int64_t strip = std::clamp<int64_t>(kStripBytes / (cols * int64_t{sizeof(float)}), 1, rows);
+      for (int64_t first = 0; first < rows; first += strip) {
+        const int64_t count = std::min(strip, rows - first);
+        WriteStrip(file, item, first, count, cols, [&](int64_t row, float* out) {
+          if (tensor.rows > 0) return merged.Read(target_rows_.Of(tensor, row), out);
+          std::vector<float> ours(static_cast<size_t>(cols));
+          merged.Read(0, ours.data());
+          for (int64_t i = 0; i < cols; ++i) out[i] = ours[static_cast<size_t>(target_rows_.Of(tensor, i))];
+        });
+        if (!progress(static_cast<uint64_t>(count) * (item.output.bytes() / static_cast<uint64_t>(AllRows(item))))) {
+          return false;
         }
       }
-      if (!Quantize(type, values.data(), tensor.cols, out + row * row_bytes)) fits = false;
+      source_.Release(*tensor.tensor);
     }
+    return true;
+  }
+  static int64_t AllRows(const Item& item) {
+    int64_t rows = 0;
+    for (const ModelTensor* part : item.parts) rows += std::max<int64_t>(part->rows, 1);
+    return rows;
+  }
+
+  // Experts whose matrices lie the other way round, gates and ups by turns.
+  template <class Progress>
+  bool WriteByTurns(NewFile& file, const Item& item, const Progress& progress) {
+    const auto turns = static_cast<size_t>(item.by_turns);
+    const ModelTensor& shape = *item.parts.front();
+    const int64_t rows = std::max<int64_t>(shape.rows, 1), cols = shape.cols;
+    const size_t experts = item.parts.size() / turns;
+    for (size_t e = 0; e < experts; ++e) {
+      std::vector<float> values(turns * static_cast<size_t>(rows * cols));  // [turn][row][column]
+      for (size_t turn = 0; turn < turns; ++turn) {
+        const MergedRows merged(*item.parts[e * turns + turn], source_, 0);
+        float* const to = values.data() + turn * static_cast<size_t>(rows * cols);
+        for (int64_t row = 0; row < rows; ++row) merged.Read(row, to + row * cols);
+      }
+      // A bias is one row of all columns by turns; a matrix has a row for each of our columns.
+      const int64_t lines = shape.rows > 0 ? cols : 1, of_line = shape.rows > 0 ? rows : cols;
+      const int64_t step = shape.rows > 0 ? cols : 1;
+      WriteStrip(file, item, 0, lines, of_line * static_cast<int64_t>(turns), [&](int64_t line, float* out) {
+        for (int64_t i = 0; i < of_line; ++i) {
+          for (size_t turn = 0; turn < turns; ++turn) {
+            *out++ = values[turn * static_cast<size_t>(rows * cols) + static_cast<size_t>(i * step + line)];
+          }
+        }
+      });
+      if (!progress(item.output.bytes() / experts)) return false;
+    }
+    source_.Release(*shape.tensor);
+    return true;
   }
 
   bool Has(const char* part) const {
@@ -299,15 +450,9 @@ class Exporter {
     Json json;
     if (from_folder) {
       json = ReadJsonFile(fs::path(source_.path()) / "config.json", kMaxJsonBytes);
+      json.erase("quantization_config");  // of experts in MXFP4, which are written as the others
     } else {
-      const bool some = Has("q_proj.bias") || Has("o_proj.bias");
-      if (some && ArchitectureOf(config_).qkv_bias == Presence::kOptional &&
-          !(Has("q_proj.bias") && Has("o_proj.bias"))) {
-        Throw(PHSA_UNSUPPORTED,
-              "{}: has a bias on some of q, k, v and o, for which config.json has no word; a GGUF file can be written",
-              source_.path());
-      }
-      json = MakeHfConfig(config_, some, Has("down_proj.bias"));
+      json = MakeHfConfig(config_, source_.path(), {Has("q_proj.bias"), Has("o_proj.bias"), Has("mlp.down_proj.bias")});
     }
     json.erase("dtype");
     json["torch_dtype"] = type_ == TensorType::kF32 ? "float32" : type_ == TensorType::kF16 ? "float16" : "bfloat16";
@@ -367,7 +512,7 @@ class Exporter {
     integer("attention.head_count_kv", config_.num_kv_heads);
     integer("attention.key_length", config_.head_dim);
     integer("attention.value_length", config_.head_dim);
-    integer("rope.dimension_count", config_.head_dim);
+    integer("rope.dimension_count", config_.rotary_dim > 0 ? config_.rotary_dim : config_.head_dim);
     header.AddFloat(key("attention.layer_norm_rms_epsilon"), config_.rms_eps);
     header.AddFloat(key("rope.freq_base"), config_.rope_base);
     const RopeScaling& scaling = config_.rope_scaling;
@@ -376,9 +521,8 @@ class Exporter {
       header.AddFloat(key("rope.scaling.factor"), scaling.factor);
     }
     if (scaling.kind == RopeScaling::Kind::kYarn) {
-      if (!scaling.truncate || scaling.mscale.value_or(0) != 0) {
-        Throw(PHSA_UNSUPPORTED, "{}: YaRN with mscale or without truncation, for which GGUF has no key",
-              source_.path());
+      if (scaling.mscale.value_or(0) != 0) {
+        Throw(PHSA_UNSUPPORTED, "{}: YaRN with mscale, for which GGUF has no key", source_.path());
       }
       header.AddText(key("rope.scaling.type"), "yarn");
       header.AddFloat(key("rope.scaling.factor"), scaling.factor);
@@ -391,6 +535,13 @@ class Exporter {
                         *scaling.attention_factor / (0.1f * std::log(scaling.factor) + 1));
       }
     }
+    if (scaling.kind == RopeScaling::Kind::kLongRope) {
+      header.AddText(key("rope.scaling.type"), "longrope");
+      integer("rope.scaling.original_context_length", scaling.original_context);
+      header.AddFloat(key("rope.scaling.attn_factor"), scaling.attention_factor.value_or(1));
+    }
+    GgufWriter own(header, ArchitectureOf(config_).gguf);
+    WriteConfig(config_, source_.path(), own);
     const auto number = [&](const char* name, const std::optional<float>& value) {
       if (value) header.AddFloat(name, *value);
     };
@@ -442,7 +593,10 @@ class Exporter {
   const ModelConfig& config_;
   const ExportOptions& options_;
   ThreadPool& threads_;
+  const bool gguf_;
+  const TargetRows target_rows_;
   std::vector<ModelTensor> tensors_;
+  float from_one_ = 0;  // what norms differ by in the source's files and the target's
   TensorType type_ = TensorType::kF16;
   std::string carried_;  // the attention's settings, complete
 };
@@ -452,11 +606,6 @@ class Exporter {
 bool ExportModel(const ModelSource& source, const fs::path& out, const ExportOptions& options, ThreadPool& threads) {
   if (options.format == ExportFormat::kSafetensors && options.type == TensorType::kQ8_0) {
     ThrowInvalid("--type is q8_0; allowed for safetensors: f32, f16, bf16");
-  }
-  // The keys that say this are not written yet.
-  if (const std::string special = SpecialSteps(source.config()); !special.empty()) {
-    Throw(PHSA_UNSUPPORTED, "{}: {} models have {}, which export cannot write yet", source.path(),
-          source.config().architecture, special);
   }
   Exporter exporter(source, options, threads);
   return options.format == ExportFormat::kGguf ? exporter.ToGguf(out) : exporter.ToFolder(out);

@@ -73,6 +73,17 @@ class ConfigKeys {
   virtual std::string Where(const char* hugging_face, const char* gguf) const = 0;
 };
 
+// What a family writes of its own, as ConfigKeys reads it; an empty name: that kind of file has no such key.
+class ConfigWriter {
+ public:
+  virtual ~ConfigWriter() = default;
+  virtual bool gguf() const = 0;
+  virtual void Int(const char* hugging_face, const char* gguf, int32_t value) = 0;
+  virtual void Float(const char* hugging_face, const char* gguf, float value) = 0;
+  virtual void Bool(const char* hugging_face, const char* gguf, bool value) = 0;
+  virtual void Ints(const char* hugging_face, const char* gguf, const std::vector<int32_t>& values) = 0;
+};
+
 struct Architecture {
   std::string_view name;                // ModelConfig::architecture
   std::string_view gguf;                // general.architecture; empty: GGUF has no such name
@@ -80,6 +91,8 @@ struct Architecture {
   std::string_view hugging_face_class;  // in config.json's architectures
   LayerNames names;
   Presence qkv_bias = Presence::kAbsent, output_bias = Presence::kAbsent, mlp_bias = Presence::kAbsent;
+  // config.json's word for a bias behind the attention, where attention_bias is that of q, k and v alone.
+  std::string_view output_bias_key = {};
   Presence qk_norm = Presence::kAbsent;
   Presence expert_bias = Presence::kAbsent;  // of the router, and of the experts' gate, up and down
   Gate gate = Gate::kSilu;
@@ -87,11 +100,14 @@ struct Architecture {
   bool interleaved_rope = false;            // and in both: the model turns neighbours
   bool partial_rotary = false;              // RoPE may turn a part of each head
   bool infllm2 = false;                     // config.json may have sparse_config, InfLLM v2's settings
-  int32_t default_head_dim = 0;             // where config.json has none, whatever the width; 0: width / heads
-  float default_rope_base = 10000;          // where the file has none
+  bool norms_from_one = false;      // ModelConfig::norms_from_one, in Hugging Face's files; converters add the 1
+  int32_t default_head_dim = 0;     // where config.json has none, whatever the width; 0: width / heads
+  float default_rope_base = 10000;  // where the file has none
   // What is this family's own: reads its keys, and says which layers differ. `config` has what all have; its `layers`
   // are there where config.json lists layer_types, and empty otherwise. Null: nothing is.
   void (*configure)(const ConfigKeys& keys, ModelConfig* config) = nullptr;
+  // The other way round; what a kind of file has no key for is left out, and found by reading again (WriteConfig).
+  void (*write)(const ModelConfig& config, ConfigWriter& to) = nullptr;
 };
 
 // All of them.
@@ -100,6 +116,12 @@ std::span<const Architecture* const> Architectures();
 const Architecture& ArchitectureOf(const ModelConfig& config);
 // "llama, qwen2, …": the names that Architecture::*name is for.
 std::string ArchitectureNames(std::string_view Architecture::*name);
+
+// What the model has beyond the keys that all architectures have: windows, experts, scales. Throws phsa::Error, naming
+// `path`, where what is read from these keys would be another model.
+void WriteConfig(const ModelConfig& config, const std::string& path, ConfigWriter& to);
+// A thing that two configurations of one architecture differ in, in words; empty: none.
+std::string DifferenceOf(const ModelConfig& a, const ModelConfig& b);
 
 // For Architecture::configure: layers [0, num_layers) of which `windowed` says which have the window.
 template <class Windowed>
@@ -112,12 +134,16 @@ void SetWindows(ModelConfig* config, int32_t window, const Windowed& windowed) {
 // How many experts, how many a token takes, and their width, by the key of config.json that it has; all layers have
 // them.
 void ReadExperts(const ConfigKeys& keys, const char* width, ModelConfig* config);
+void WriteExperts(const ModelConfig& config, const char* count, const char* width, ConfigWriter& to);
+// The window that layers have; 0: none has one.
+int32_t WindowOf(const ModelConfig& config);
 // Qwen's keys, and who has them from there: use_sliding_window, sliding_window, and the first layer with a window.
 void ReadQwenWindows(const ConfigKeys& keys, ModelConfig* config);
+void WriteQwenWindows(const ModelConfig& config, ConfigWriter& to);
 
 // One file each, in architectures/.
 extern const Architecture kLlama, kQwen2, kQwen3, kMistral, kMinistral, kSmolLm3, kGemma3, kQwen3Moe, kPhi3, kGlm4,
-    kGranite, kMiniCpm, kGptOss;
+    kGranite, kMiniCpm, kGptOss, kErnie45, kSeedOss;
 
 }  // namespace phsa
 

@@ -322,9 +322,26 @@ Json MakeRopeScaling(const RopeScaling& scaling) {
   return nullptr;
 }
 
+class HfWriter final : public ConfigWriter {
+ public:
+  explicit HfWriter(Json& json) : json_(json) {}
+  bool gguf() const override { return false; }
+  void Int(const char* name, const char*, int32_t value) override { Set(name, value); }
+  void Float(const char* name, const char*, float value) override { Set(name, Shortest(value)); }
+  void Bool(const char* name, const char*, bool value) override { Set(name, value); }
+  void Ints(const char* name, const char*, const std::vector<int32_t>& values) override { Set(name, values); }
+
+ private:
+  template <class Value>
+  void Set(const char* name, const Value& value) {
+    if (*name != '\0') json_[name] = value;
+  }
+  Json& json_;
+};
+
 }  // namespace
 
-Json MakeHfConfig(const ModelConfig& config, bool attention_bias, bool mlp_bias) {
+Json MakeHfConfig(const ModelConfig& config, const std::string& path, const ModelBiases& biases) {
   Json json;
   const Architecture& architecture = ArchitectureOf(config);
   json["architectures"] = {architecture.hugging_face_class};
@@ -338,7 +355,9 @@ Json MakeHfConfig(const ModelConfig& config, bool attention_bias, bool mlp_bias)
   json["num_key_value_heads"] = config.num_kv_heads;
   json["head_dim"] = config.head_dim;
   json["rms_norm_eps"] = Shortest(config.rms_eps);
-  json["hidden_act"] = "silu";
+  json[architecture.gate == Gate::kGeluTanh ? "hidden_activation" : "hidden_act"] =
+      architecture.gate == Gate::kGeluTanh ? "gelu_pytorch_tanh" : "silu";
+  json["pad_token_id"] = nullptr;  // else transformers takes the family's, which the vocabulary may not have
   json["tie_word_embeddings"] = config.tied_embeddings;
   json["rope_theta"] = Shortest(config.rope_base);
   RopeScaling scaling = config.rope_scaling;
@@ -352,8 +371,30 @@ Json MakeHfConfig(const ModelConfig& config, bool attention_bias, bool mlp_bias)
     scaling = *llama3;
   }
   json["rope_scaling"] = MakeRopeScaling(scaling);
-  if (architecture.qkv_bias == Presence::kOptional) json["attention_bias"] = attention_bias;
-  if (architecture.mlp_bias == Presence::kOptional) json["mlp_bias"] = mlp_bias;
+  if (scaling.kind == RopeScaling::Kind::kLongRope) {
+    json["original_max_position_embeddings"] = scaling.original_context;
+  }
+  if (architecture.partial_rotary) {
+    const int32_t turned = config.rotary_dim > 0 ? config.rotary_dim : config.head_dim;
+    json["partial_rotary_factor"] = static_cast<double>(turned) / config.head_dim;
+  }
+  if (WindowOf(config) > 0) {
+    json["layer_types"] = Json::array();
+    for (int32_t i = 0; i < config.num_layers; ++i) {
+      json["layer_types"].push_back(config.Layer(i).window > 0 ? "sliding_attention" : "full_attention");
+    }
+  }
+  HfWriter writer(json);
+  WriteConfig(config, path, writer);
+  const bool both = architecture.output_bias != Presence::kAbsent && architecture.output_bias_key.empty();
+  if (both && architecture.qkv_bias == Presence::kOptional && biases.qkv != biases.output) {
+    Throw(PHSA_UNSUPPORTED,
+          "{}: has a bias on some of q, k, v and o, for which config.json has no word; a GGUF file can be written",
+          path);
+  }
+  if (architecture.qkv_bias == Presence::kOptional) json["attention_bias"] = biases.qkv;
+  if (!architecture.output_bias_key.empty()) json[std::string(architecture.output_bias_key)] = biases.output;
+  if (architecture.mlp_bias == Presence::kOptional) json["mlp_bias"] = biases.mlp;
   if (!config.eos_ids.empty()) json["eos_token_id"] = config.eos_ids.front();
   return json;
 }
@@ -380,6 +421,7 @@ ModelConfig ReadHfConfig(const Json& json, const std::string& path) {
   const Architecture& architecture = ReadArchitecture(fields);
   config.architecture = architecture.name;
   config.interleaved_rope_rows = architecture.interleaved_rope;
+  config.norms_from_one = architecture.norms_from_one;
   RefuseWhatWeDoNotCompute(fields, architecture);
   config.num_layers = fields.RequiredInt("num_hidden_layers", 1, kMaxLayers);
   config.hidden = fields.RequiredInt("hidden_size", 1, kMaxWidth);

@@ -18,9 +18,12 @@ ModelConfig ReadHfConfig(const Json& json, const std::string& path);
 void ReadHfGenerationConfig(const Json& json, const std::string& path, ModelConfig* config);
 
 // The config.json of a model, but for its PHSA settings: what ReadHfConfig reads back, and transformers too.
-// `attention_bias`, `mlp_bias`: whether the model has such tensors. Throws phsa::Error where a GGUF file says something
-// that config.json has no word for.
-Json MakeHfConfig(const ModelConfig& config, bool attention_bias, bool mlp_bias);
+// `path`: of the model, for messages. Throws phsa::Error where a GGUF file says something that config.json has no word
+// for.
+struct ModelBiases {
+  bool qkv = false, output = false, mlp = false;  // whether the model has such tensors
+};
+Json MakeHfConfig(const ModelConfig& config, const std::string& path, const ModelBiases& biases);
 Json MakeHfGenerationConfig(const ModelConfig& config, int32_t bos);  // bos: -1 for none
 
 }  // namespace phsa

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "base/errors.h"
+#include "io/architecture.h"
 
 namespace phsa {
 namespace {
@@ -283,7 +284,8 @@ uint64_t AdapterBytes(const Adapter& adapter, WeightsMode mode, size_t num_layer
   return bytes;
 }
 
-Weights ReadAdapter(const Adapter& adapter, WeightsMode mode, size_t num_layers) {
+Weights ReadAdapter(const Adapter& adapter, const ModelConfig& config, WeightsMode mode) {
+  const auto num_layers = static_cast<size_t>(config.num_layers);
   const WeightType type = AdapterType(mode);
   Weights weights;
   weights.layers.resize(num_layers);
@@ -302,7 +304,9 @@ Weights ReadAdapter(const Adapter& adapter, WeightsMode mode, size_t num_layers)
         if (first == 0) to.a = Matrix(type, rows, cols);
         for (int32_t row = 0; row < rank; ++row) to.a.SetRow(first + row, a.data() + int64_t{row} * cols);
         LowRank::Part part{output, first, Matrix(type, static_cast<int32_t>(one.b.shape[0]), rank)};
-        for (int32_t row = 0; row < part.b.rows(); ++row) part.b.SetRow(row, b.data() + int64_t{row} * rank);
+        for (int32_t row = 0; row < part.b.rows(); ++row) {
+          part.b.SetRow(row, b.data() + HuggingFaceRow(config, group.names[output], row) * rank);
+        }
         to.parts.push_back(std::move(part));
         first += rank;
       });
@@ -441,10 +445,24 @@ std::vector<float> ReadVector(const ModelTensor& tensor, const ModelConfig& conf
   std::vector<float> file(static_cast<size_t>(end - begin)), out(static_cast<size_t>(tensor.cols));
   Dequantize(type, Blocks(*tensor.tensor, begin, end - begin, scratch), end - begin, file.data());
   for (int64_t i = 0; i < tensor.cols; ++i) {
-    const float value = file[static_cast<size_t>(FileRow(tensor, config, i) - begin)];
-    out[static_cast<size_t>(i)] = (tensor.from_one ? value + 1.0f : value) / tensor.divisor;
+    out[static_cast<size_t>(i)] = file[static_cast<size_t>(FileRow(tensor, config, i) - begin)];
   }
   return out;
+}
+
+std::vector<float> UsedVector(const ModelTensor& tensor, const ModelConfig& config) {
+  std::vector<float> out = ReadVector(tensor, config);
+  for (float& value : out) value = (tensor.from_one ? value + 1.0f : value) / tensor.divisor;
+  return out;
+}
+
+int64_t HuggingFaceRow(const ModelConfig& config, std::string_view name, int64_t row) {
+  if (name.find("q_proj") == std::string_view::npos && name.find("k_proj") == std::string_view::npos) return row;
+  ModelConfig own = config;
+  own.interleaved_rope_rows = ArchitectureOf(config).interleaved_rope;
+  ModelTensor tensor;
+  tensor.turned_heads = own.interleaved_rope_rows || own.rotary_dim > 0;
+  return FileRow(tensor, own, row);
 }
 
 WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode) {
@@ -479,7 +497,7 @@ Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& thr
     if (place.matrix != nullptr) {
       LoadMatrix(place, source.config(), mode, threads);
     } else {
-      *place.vector = ReadVector(place, source.config());
+      *place.vector = UsedVector(place, source.config());
     }
     // What was repacked is not read again: without this, file and packed weights would both stay in memory.
     source.Release(*place.tensor);
@@ -493,7 +511,7 @@ Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& thr
 void SetAdapter(const ModelSource& source, WeightsMode mode, Weights& weights) {
   Weights read;  // first all of it, so that nothing is changed where something goes wrong
   read.layers.resize(weights.layers.size());
-  if (source.adapter() != nullptr) read = ReadAdapter(*source.adapter(), mode, weights.layers.size());
+  if (source.adapter() != nullptr) read = ReadAdapter(*source.adapter(), source.config(), mode);
   weights.adapter = std::move(read.adapter);
   for (size_t layer = 0; layer < weights.layers.size(); ++layer) {
     for (const AdapterGroup& group : AdapterGroups()) {

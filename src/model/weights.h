@@ -9,7 +9,6 @@
 #include <string_view>
 #include <vector>
 
-#include "io/architecture.h"
 #include "io/model_source.h"
 #include "ops/linear.h"
 #include "phsa/threads.h"
@@ -24,6 +23,7 @@ WeightsMode WeightsModeFromName(std::string_view name);
 const char* Name(WeightsMode mode);
 
 using Vector = std::vector<float>;
+struct TensorName;
 
 // What an adapter adds to products that read one x: y[output] += b · (a · x)[first …]. Beside the weights and not
 // merged into them, so that 4-bit ones stay as they are (docs/adapters.md has the numbers).
@@ -106,13 +106,18 @@ struct ModelTensor {
 std::string ExpertTensor(int32_t layer, int32_t expert, TensorName name);
 // All of them. Throws phsa::Error for missing tensors and wrong shapes.
 std::vector<ModelTensor> ModelTensors(const ModelSource& source);
-// The row of the file (of a vector: the element) that is Hugging Face's row.
+// The row of the file (of a vector: the element) that is our row. Ours are Hugging Face's, but for q and k of families
+// whose RoPE turns neighbours or a part of a head: there the pairs that it turns lie half a head apart.
 int64_t FileRow(const ModelTensor& tensor, const ModelConfig& config, int64_t row);
-// Hugging Face's row `row` of a matrix as blocks of its type: where it lies, or put together in `scratch`.
+// Our row `row` of a matrix as blocks of its type: where it lies, or put together in `scratch`.
 const uint8_t* RowBlocks(const ModelTensor& tensor, const ModelConfig& config, int64_t row,
                          std::vector<uint8_t>& scratch);
-// A vector in Hugging Face's order, as the model uses it.
+// Hugging Face's row of a q or k projection, in its own files of the family, that is our row: what adapters count by.
+int64_t HuggingFaceRow(const ModelConfig& config, std::string_view name, int64_t row);
+// A vector in our order.
 std::vector<float> ReadVector(const ModelTensor& tensor, const ModelConfig& config);
+// The same, as the model uses it.
+std::vector<float> UsedVector(const ModelTensor& tensor, const ModelConfig& config);
 
 // What the model has beyond Llama's steps, in words ("sliding windows, GELU"); empty: nothing.
 std::string SpecialSteps(const ModelConfig& config);
@@ -130,7 +135,7 @@ WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode);
 
 uint64_t AdapterBytes(const Adapter& adapter, WeightsMode mode, size_t num_layers);  // packed
 // Weights of which nothing is there but what this adapter adds.
-Weights ReadAdapter(const Adapter& adapter, WeightsMode mode, size_t num_layers);
+Weights ReadAdapter(const Adapter& adapter, const ModelConfig& config, WeightsMode mode);
 // What the adapter of `source` adds, in place of what another one added before; without one, nothing is added.
 void SetAdapter(const ModelSource& source, WeightsMode mode, Weights& weights);
 

@@ -69,6 +69,22 @@ GRANITE = {
     "logits_scaling": 5.0,
 }
 
+# transformers has no MiniCPM of its own; Granite has the same steps, and words of its own for the scales.
+MINICPM_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1 + i / 8 for i in range(32)],
+    "long_factor": [2 + i / 3 for i in range(32)],
+    "original_max_position_embeddings": 64,
+}
+MINICPM = {
+    "attention_multiplier": 64**-0.5,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 1.4 / 3**0.5,
+    "logits_scaling": 128 / 32,
+    "rope_parameters": MINICPM_ROPE,
+}
+
 # name: architecture, changes of the configuration, largest shard
 CASES = {
     "llama": ("Llama", {}, None),
@@ -122,7 +138,10 @@ CASES = {
     ),
     "glm4": ("Glm4", {**PARTIAL, "pad_token_id": None, "eos_token_id": 2, "attention_bias": True}, "200KB"),
     "granite": ("Granite", GRANITE, None),
+    "minicpm": ("MiniCpm", MINICPM, None),
     "gpt-oss": ("GptOss", GPT_OSS, None),
+    "ernie4_5": ("Ernie4_5", {}, None),
+    "seed_oss": ("SeedOss", {"attention_bias": True, "attention_out_bias": True}, None),
     "gpt-oss-sharded": (
         "GptOss",
         {**GPT_OSS, "swiglu_limit": 3.0, "swiglu_alpha": 1.3, "layer_types": [FULL, SLIDING, SLIDING, FULL]},
@@ -132,8 +151,76 @@ CASES = {
 }
 
 
+# The families as docs/support-matrix.md calls them, by what transformers does.
+MODELS = {
+    "Llama": "Llama",
+    "Qwen2": "Qwen2, Qwen2.5",
+    "Qwen3": "Qwen3",
+    "Mistral": "Mistral",
+    "Ministral": "Ministral",
+    "SmolLM3": "SmolLM3",
+    "Gemma3": "Gemma 3 (text)",
+    "Qwen3Moe": "Qwen3-MoE",
+    "Phi3": "Phi-3, Phi-4",
+    "Glm4": "GLM-4",
+    "Granite": "Granite",
+    "MiniCpm": "MiniCPM to 4",
+    "GptOss": "gpt-oss",
+    "Ernie4_5": "ERNIE 4.5",
+    "SeedOss": "Seed-OSS",
+}
+# What tests/cuda/test_families.py runs, in both kinds of files where GGUF has the family, dense and with PHSA.
+ON_GPU = [
+    "llama",
+    "llama-bias",
+    "llama-heads-of-80",
+    "qwen2",
+    "qwen3",
+    "mistral-window",
+    "ministral",
+    "smollm3",
+    "gemma3",
+    "gemma3-pattern",
+    "qwen3moe",
+    "qwen3moe-plain-layers",
+    "phi3",
+    "phi3-part-of-heads",
+    "phi3-longrope",
+    "phi3-heads-of-96",
+    "glm4",
+    "granite",
+    "minicpm",
+    "gpt-oss",
+    "ernie4_5",
+    "seed_oss",
+]
+# (model, kind of file, device, dense or phsa): what the tests that were imported prove. scripts/support-matrix.py makes
+# the table of models of it.
+PROVEN = set()
+
+
+def prove(names, file, way, device="cpu"):
+    for name in names:
+        PROVEN.add((MODELS[CASES[name][0] if name in CASES else name], file, device, way))
+
+
+def proves(names, file, *ways):
+    """A test's argument `name`, and that it proves these ways of reading these models on the CPU."""
+    import pytest
+
+    for way in ways:
+        prove(names, file, way)
+    return pytest.mark.parametrize("name", names)
+
+
+def has_full_layers(name):
+    """Whether there is a layer without a window, for PHSA to be of."""
+    return name not in ("mistral-window", "phi3")
+
+
 def make_model(name, folder, dtype=torch.float32):
-    architecture, changes, shard = CASES[name]
+    family, changes, shard = CASES[name]
+    architecture = {"MiniCpm": "Granite"}.get(family, family)
     config = getattr(transformers, {"Gemma3": "Gemma3Text"}.get(architecture, architecture) + "Config")(
         **{
             "vocab_size": VOCAB,
@@ -162,7 +249,33 @@ def make_model(name, folder, dtype=torch.float32):
             parameter.copy_(torch.randn_like(parameter) * scale + offset)
     model = model.to(dtype)
     model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
+    if family == "MiniCpm":
+        path = pathlib.Path(folder) / "config.json"
+        config = {key: value for key, value in json.loads(path.read_text()).items() if key not in MINICPM}
+        config |= {"architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "rope_scaling": MINICPM_ROPE}
+        config |= {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 32}
+        path.write_text(json.dumps(config))
     return model
+
+
+def write_tokenizer(folder):
+    """Qwen2's way of cutting text over a small vocabulary, with three control tokens at the end."""
+    data = pathlib.Path(__file__).resolve().parents[1] / "data/tokenizer"
+    tokenizer = json.loads((data / "base.json").read_text(encoding="utf-8"))
+    tokenizer["pre_tokenizer"] = json.loads((data / "kinds.json").read_text(encoding="utf-8"))["qwen2"]["pre_tokenizer"]
+    tokenizer["normalizer"] = {"type": "NFC"}
+    # As many as the models have room for.
+    vocab = {token: id for token, id in tokenizer["model"]["vocab"].items() if id < 500}
+    merges = [merge if isinstance(merge, list) else merge.split(" ") for merge in tokenizer["model"]["merges"]]
+    tokenizer["model"]["vocab"] = vocab
+    tokenizer["model"]["merges"] = [[a, b] for a, b in merges if {a, b, a + b} <= vocab.keys()]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    first = len(tokenizer["model"]["vocab"])
+    tokenizer["added_tokens"] = [{"id": first + i, "content": text, **flags} for i, text in enumerate(control)]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": control[0], "eos_token": control[2]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 # What GGUF calls the family, whether its converters turn q and k for RoPE over neighbours, and keys of its own.
@@ -182,6 +295,15 @@ GGUF = {
             "expert_feed_forward_length": "moe_intermediate_size",
         },
     ),
+    "MiniCpm": (
+        "minicpm",
+        True,
+        {
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
     "GptOss": (
         "gpt-oss",
         False,
@@ -194,6 +316,8 @@ GGUF = {
     ),
     "Phi3": ("phi3", False, {"attention.sliding_window": "sliding_window"}),
     "Glm4": ("glm4", False, {}),
+    "Ernie4_5": ("ernie4_5", False, {}),
+    "SeedOss": ("seed_oss", False, {}),
     "Granite": (
         "granite",
         True,

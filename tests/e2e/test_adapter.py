@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from conftest import ROOT
+from families import write_tokenizer
 from test_models import make_model, our_logits, relative_error
 
 torch = pytest.importorskip("torch")
@@ -102,26 +103,6 @@ def test_chunks_and_threads_change_nothing(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------- the program
-
-
-def write_tokenizer(folder):
-    """Qwen2's way of cutting text over a small vocabulary, with three control tokens at the end."""
-    data = ROOT / "tests/data/tokenizer"
-    tokenizer = json.loads((data / "base.json").read_text(encoding="utf-8"))
-    tokenizer["pre_tokenizer"] = json.loads((data / "kinds.json").read_text(encoding="utf-8"))["qwen2"]["pre_tokenizer"]
-    tokenizer["normalizer"] = {"type": "NFC"}
-    # As many as the models have room for.
-    vocab = {token: id for token, id in tokenizer["model"]["vocab"].items() if id < 500}
-    merges = [merge if isinstance(merge, list) else merge.split(" ") for merge in tokenizer["model"]["merges"]]
-    tokenizer["model"]["vocab"] = vocab
-    tokenizer["model"]["merges"] = [[a, b] for a, b in merges if {a, b, a + b} <= vocab.keys()]
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    first = len(tokenizer["model"]["vocab"])
-    tokenizer["added_tokens"] = [{"id": first + i, "content": text, **flags} for i, text in enumerate(control)]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": control[0], "eos_token": control[2]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 @pytest.fixture(scope="module", params=["llama-llama3", "qwen2-yarn-factor", "qwen3-tied"])

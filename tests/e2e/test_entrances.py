@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 from conftest import ROOT, run_phsa
-from test_adapter import make_adapter, write_tokenizer
+from families import write_tokenizer
+from test_adapter import make_adapter
 from test_models import make_model
 from test_server import Server
 

@@ -10,7 +10,8 @@ import struct
 import numpy as np
 import pytest
 from conftest import run_phsa
-from test_adapter import ADAPTERS, make_adapter, write_tokenizer
+from families import write_tokenizer
+from test_adapter import ADAPTERS, make_adapter
 from test_models import make_model
 from test_server import JSON, POST, Server
 

@@ -32,7 +32,12 @@ void Configure(const ConfigKeys& keys, ModelConfig* config) {
   const float scalar = keys.Float("query_pre_attn_scalar", "", 1e-3, 1e9).value_or(keys.gguf() ? of_gguf : 256.0f);
   config->attention_scale = 1.0f / std::sqrt(scalar);
   config->embedding_scale = std::sqrt(static_cast<float>(config->hidden));
-  config->norms_from_one = !keys.gguf();  // converters add the 1
+}
+
+void Write(const ModelConfig& config, ConfigWriter& to) {
+  to.Int("sliding_window", "attention.sliding_window", WindowOf(config));
+  to.Float("rope_local_base_freq", "rope.freq_base_swa", config.window_rope_base.value_or(10000.0f));
+  to.Int("query_pre_attn_scalar", "", static_cast<int32_t>(std::lround(std::pow(config.attention_scale, -2.0f))));
 }
 
 }  // namespace
@@ -48,8 +53,10 @@ const Architecture kGemma3 = {.name = "gemma3",
                               .output_bias = Presence::kOptional,
                               .qk_norm = Presence::kRequired,
                               .gate = Gate::kGeluTanh,
+                              .norms_from_one = true,
                               .default_head_dim = 256,
                               .default_rope_base = 1e6f,
-                              .configure = Configure};
+                              .configure = Configure,
+                              .write = Write};
 
 }  // namespace phsa

@@ -17,6 +17,13 @@ void Configure(const ConfigKeys& keys, ModelConfig* config) {
   if (keys.gguf()) config->rope_scaling.truncate = false;
 }
 
+void Write(const ModelConfig& config, ConfigWriter& to) {
+  to.Int("sliding_window", "attention.sliding_window", WindowOf(config));
+  WriteExperts(config, "num_local_experts", "intermediate_size", to);
+  to.Float("swiglu_alpha", "", config.swiglu_alpha);
+  to.Float("swiglu_limit", "", config.swiglu_limit);
+}
+
 }  // namespace
 
 const Architecture kGptOss = {.name = "gpt_oss",
@@ -36,6 +43,7 @@ const Architecture kGptOss = {.name = "gpt_oss",
                               .gate = Gate::kClampedSwiglu,
                               .default_head_dim = 64,
                               .default_rope_base = 150000,
-                              .configure = Configure};
+                              .configure = Configure,
+                              .write = Write};
 
 }  // namespace phsa

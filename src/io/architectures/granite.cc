@@ -14,6 +14,13 @@ void Configure(const ConfigKeys& keys, ModelConfig* config) {
   config->logits_divisor = scale("logits_scaling", "logit_scale");
 }
 
+void Write(const ModelConfig& config, ConfigWriter& to) {
+  to.Float("attention_multiplier", "attention.scale", config.attention_scale);
+  to.Float("embedding_multiplier", "embedding_scale", config.embedding_scale);
+  to.Float("residual_multiplier", "residual_scale", config.residual_scale);
+  to.Float("logits_scaling", "logit_scale", config.logits_divisor);
+}
+
 }  // namespace
 
 const Architecture kGranite = {.name = "granite",
@@ -24,6 +31,7 @@ const Architecture kGranite = {.name = "granite",
                                .output_bias = Presence::kOptional,
                                .mlp_bias = Presence::kOptional,
                                .gguf_interleaves_rope_rows = true,
-                               .configure = Configure};
+                               .configure = Configure,
+                               .write = Write};
 
 }  // namespace phsa

@@ -21,6 +21,14 @@ void Configure(const ConfigKeys& keys, ModelConfig* config) {
   config->logits_divisor = hidden / number("dim_model_base", "", hidden);
 }
 
+void Write(const ModelConfig& config, ConfigWriter& to) {
+  to.Float("scale_emb", "embedding_scale", config.embedding_scale);
+  to.Float("", "residual_scale", config.residual_scale);
+  to.Float("", "logit_scale", config.logits_divisor);
+  to.Float("scale_depth", "", config.residual_scale * std::sqrt(static_cast<float>(config.num_layers)));
+  to.Float("dim_model_base", "", static_cast<float>(config.hidden) / config.logits_divisor);
+}
+
 }  // namespace
 
 const Architecture kMiniCpm = {.name = "minicpm",
@@ -31,6 +39,7 @@ const Architecture kMiniCpm = {.name = "minicpm",
                                .output_bias = Presence::kOptional,
                                .gguf_interleaves_rope_rows = true,
                                .infllm2 = true,
-                               .configure = Configure};
+                               .configure = Configure,
+                               .write = Write};
 
 }  // namespace phsa

@@ -11,6 +11,10 @@ void Configure(const ConfigKeys& keys, ModelConfig* config) {
   if (window && config->layers.empty()) SetWindows(config, *window, [](int32_t) { return true; });
 }
 
+void Write(const ModelConfig& config, ConfigWriter& to) {
+  if (WindowOf(config) > 0) to.Int("sliding_window", "attention.sliding_window", WindowOf(config));
+}
+
 }  // namespace
 
 const Architecture kPhi3 = {.name = "phi3",
@@ -21,6 +25,7 @@ const Architecture kPhi3 = {.name = "phi3",
                                       .qkv = {"self_attn.qkv_proj", "attn_qkv"},
                                       .gate_up = {"mlp.gate_up_proj", "ffn_up"}},
                             .partial_rotary = true,
-                            .configure = Configure};
+                            .configure = Configure,
+                            .write = Write};
 
 }  // namespace phsa

@@ -8,6 +8,7 @@ const Architecture kQwen2 = {.name = "qwen2",
                              .hugging_face = "qwen2",
                              .hugging_face_class = "Qwen2ForCausalLM",
                              .qkv_bias = Presence::kRequired,
-                             .configure = ReadQwenWindows};
+                             .configure = ReadQwenWindows,
+                             .write = WriteQwenWindows};
 
 }  // namespace phsa

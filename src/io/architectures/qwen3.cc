@@ -11,6 +11,7 @@ const Architecture kQwen3 = {.name = "qwen3",
                              .output_bias = Presence::kOptional,
                              .qk_norm = Presence::kRequired,
                              .default_head_dim = 128,
-                             .configure = ReadQwenWindows};
+                             .configure = ReadQwenWindows,
+                             .write = WriteQwenWindows};
 
 }  // namespace phsa

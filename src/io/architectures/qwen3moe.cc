@@ -17,6 +17,17 @@ void Configure(const ConfigKeys& keys, ModelConfig* config) {
   }
 }
 
+void Write(const ModelConfig& config, ConfigWriter& to) {
+  WriteQwenWindows(config, to);
+  WriteExperts(config, "num_experts", "moe_intermediate_size", to);
+  to.Bool("norm_topk_prob", "", config.normalized_experts);
+  std::vector<int32_t> plain;
+  for (int32_t i = 0; i < config.num_layers; ++i) {
+    if (!config.Layer(i).experts) plain.push_back(i);
+  }
+  to.Ints("mlp_only_layers", "", plain);
+}
+
 }  // namespace
 
 const Architecture kQwen3Moe = {.name = "qwen3moe",
@@ -31,6 +42,7 @@ const Architecture kQwen3Moe = {.name = "qwen3moe",
                                 .output_bias = Presence::kOptional,
                                 .qk_norm = Presence::kRequired,
                                 .default_head_dim = 128,
-                                .configure = Configure};
+                                .configure = Configure,
+                                .write = Write};
 
 }  // namespace phsa

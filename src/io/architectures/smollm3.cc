@@ -21,6 +21,12 @@ void Configure(const ConfigKeys& keys, ModelConfig* config) {
   }
 }
 
+void Write(const ModelConfig& config, ConfigWriter& to) {
+  std::vector<int32_t> with_rope;
+  for (int32_t i = 0; i < config.num_layers; ++i) with_rope.push_back(config.Layer(i).rope ? 1 : 0);
+  to.Ints("no_rope_layers", "", with_rope);
+}
+
 }  // namespace
 
 const Architecture kSmolLm3 = {.name = "smollm3",
@@ -31,6 +37,7 @@ const Architecture kSmolLm3 = {.name = "smollm3",
                                .output_bias = Presence::kOptional,
                                .mlp_bias = Presence::kOptional,
                                .gguf_interleaves_rope_rows = true,
-                               .configure = Configure};
+                               .configure = Configure,
+                               .write = Write};
 
 }  // namespace phsa

@@ -198,7 +198,7 @@ bool CpuModelBackend::SetAdapter(const ModelSource& source) {
 }
 
 void CpuModelBackend::AddAdapter(const Adapter& adapter) {
-  adapters_.push_back(std::make_unique<const Weights>(ReadAdapter(adapter, mode_, weights_.layers.size())));
+  adapters_.push_back(std::make_unique<const Weights>(ReadAdapter(adapter, config_, mode_)));
   MakeRoomForAdapters();
 }
 

@@ -84,7 +84,7 @@ void SendMatrix(const ModelTensor& tensor, const ModelSource& source, const Pack
 }
 
 void SendVector(const ModelTensor& tensor, const ModelConfig& config, const PackedRows& place, Staging& staging) {
-  std::vector<float> ours = ReadVector(tensor, config);
+  std::vector<float> ours = UsedVector(tensor, config);
   for (float& value : ours) value *= place.scale;
   uint8_t* const memory = staging.Next();
   if (place.type == WeightType::kF32) {

@@ -4,6 +4,7 @@
 
 #include "base/dtype.h"
 #include "base/errors.h"
+#include "io/architecture.h"
 
 namespace phsa::cuda {
 namespace {
@@ -172,8 +173,9 @@ void PackRow(const ModelTensor& tensor, const ModelConfig& config, const Adapter
   }
   values.resize(width);
   Dequantize(type, file, tensor.cols, values.data());
+  const size_t of_b = delta.rank > 0 ? static_cast<size_t>(HuggingFaceRow(config, tensor.name, row)) : 0;
   for (size_t j = 0; j < delta.rank; ++j) {
-    const float factor = delta.scale * delta.b[static_cast<size_t>(row) * delta.rank + j];
+    const float factor = delta.scale * delta.b[of_b * delta.rank + j];
     const float* const a = delta.a.data() + j * width;
     for (size_t column = 0; column < width; ++column) values[column] += factor * a[column];
   }
