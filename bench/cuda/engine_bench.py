@@ -17,7 +17,8 @@ Steps, each once for each model and length; what results.jsonl holds already is 
     long     one text of --long tokens with PHSA: time to the first token, then decode
 
 Memory is what the device has less while a command runs. Times are the best of --repeats. PHSA has K = 16, init 128,
-local 512. Prints the table at the end. Needs torch and transformers; with --device cpu it runs without a GPU.
+local 512 unless --sparse says otherwise ("--phsa-config FILE"). Prints the table at the end. Needs torch and
+transformers; with --device cpu it runs without a GPU.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from server_bench import TEXT, Peer, free_port
 
 STEPS = ("check", "prefill", "decode", "int8", "parts", "long")
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-SPARSE = ["-K", "16", "--init", "128", "--local", "512"]
+SPARSE = "-K 16 --init 128 --local 512"
 CHECK_TOKENS = 4096
 # Mean difference of log-probabilities between two programs that round to bf16 in different places: transformers' logits
 # are bf16, 0.06 apart where they are about 10.
@@ -190,7 +191,7 @@ class Bench:
     def phsa(self, attention, *flags):
         """The line of `phsa bench` with the memory that it took as `memory`; where it was refused, `error` alone."""
         command = [self.args.phsa, "bench", "-m", self.folder, "--device", self.args.device, "--attention", attention]
-        command += [*(SPARSE if attention != "dense" else []), *self.args.bench_args.split(), *flags, "--json"]
+        command += [*(self.args.sparse.split() if attention != "dense" else []), *self.args.bench_args.split(), *flags, "--json"]
         command = [str(part) for part in command]
         with MemoryWatch() as memory:
             done = subprocess.run(command, capture_output=True, text=True)
@@ -522,6 +523,7 @@ def main():
     parser.add_argument("--check-tokens", type=int, default=CHECK_TOKENS)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--bench-args", default="", help="more flags for `phsa bench`, such as '--chunk 32768'")
+    parser.add_argument("--sparse", default=SPARSE, help="PHSA's settings in the steps prefill, decode, int8 and parts")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--table", action="store_true", help="print the table and end")
     args = parser.parse_args()
