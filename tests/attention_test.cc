@@ -493,6 +493,7 @@ TEST(Window, ReadsItsTokensAndTakesNothingButDenseForward) {
   EXPECT_EQ(refusal(), "plan: window is 100 with the policy phsa; a window takes dense");
   desc.settings.policy = Policy::kDense;
   desc.device = PHSA_DEVICE_CUDA;
+  desc.dtype = PHSA_BF16;
   EXPECT_EQ(refusal(), phsa_has_device(PHSA_DEVICE_CUDA)
                            ? ""
                            : "plan: device is 1 (CUDA), but this build has no CUDA; build with -DPHSA_CUDA=ON");
