@@ -355,10 +355,11 @@ def test_decode_ranks_them_in_a_cache_too_long_for_shared_memory():
     case.check(outputs=False)
 
 
-def test_decode_of_a_sequence_has_the_same_bits_in_any_batch():
-    alone = DecodeCase(lens=(5000,), max_kv_len=9000)
+@over(settings=[{}, dict(top_k=0, dense_below=DENSE), dict(window=700), dict(top_k=0, dense_below=DENSE, dim=256)])
+def test_decode_of_a_sequence_has_the_same_bits_in_any_batch(settings):
+    alone = DecodeCase(lens=(5000,), max_kv_len=9000, **settings)
     alone.run()
-    batch = DecodeCase(lens=(5000,) * 3, max_kv_len=9000, seed=5)
+    batch = DecodeCase(lens=(5000,) * 3, max_kv_len=9000, seed=5, **settings)
     batch.q[1] = alone.q[0]
     for to, one in ((batch.k, alone.k), (batch.v, alone.v), (batch.r, alone.r)):
         to[batch.table[1, :79].long()] = one[alone.table[0, :79].long()]
@@ -367,10 +368,10 @@ def test_decode_of_a_sequence_has_the_same_bits_in_any_batch():
     assert torch.equal(alone.out[0], batch.out[1]) and torch.equal(alone.selection[0], batch.selection[1])
 
 
-@over(parts=[1, 8])
-def test_decode_in_a_graph_follows_the_lengths(parts):
+@over(settings=[dict(parts=1), dict(parts=8), dict(top_k=0, dense_below=DENSE), dict(window=100, sinks=True)])
+def test_decode_in_a_graph_follows_the_lengths(settings):
     """One graph, replayed while the sequences grow token by token over a block's end."""
-    long = DecodeCase(lens=(3010, 1500), seed=3, parts=parts)
+    long = DecodeCase(lens=(3010, 1500), seed=3, **settings)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -5,7 +5,8 @@
 //   Attend   each warp reads one or a few of the init, chosen and local blocks; the last thread block to finish merges.
 // All three are bound by memory, so operands go from global memory straight to registers in the order the matrix
 // instructions want them: nothing is staged in shared memory. Splits depend on shapes alone, never on the batch, and
-// merges run in a fixed order: the result of a sequence has the same bits in any batch.
+// merges run in a fixed order: the result of a sequence has the same bits in any batch. Where nothing is chosen (dense,
+// windows, streaming) Stream takes the place of the three.
 #include <algorithm>
 #include <cfloat>
 #include <climits>
@@ -21,6 +22,7 @@ constexpr int kScoreTiles = 4;  // of 16 representatives, per warp (2 measured 1
 constexpr int kWarpReps = kScoreTiles * 16;
 constexpr int kTopKThreads = 1024;
 constexpr int kMaxSplits = 128;       // of Attend
+constexpr int kStreamBlocks = 128;    // thread blocks of a sequence where nothing is chosen
 constexpr int kCachedScores = 32768;  // candidates whose scores TopK keeps in shared memory (128 KiB)
 constexpr int kDigitBits = 11;
 // Below this a group's score may miss heads that f32 has no numbers for: such blocks are ranked by logarithms.
@@ -54,6 +56,11 @@ size_t Layout(const Shape& shape, const Batch& batch, void* memory, Workspace* w
   int64_t read = std::min<int64_t>(all_blocks, int64_t{shape.init_blocks} + shape.local_blocks + 1 + shape.top_k);
   read = std::max<int64_t>({read, std::min<int64_t>(all_blocks, shape.dense_blocks), 1});
   w->blocks_per_warp = static_cast<int32_t>((read + kWarps * kMaxSplits - 1) / (kWarps * kMaxSplits));
+  if (shape.top_k == 0) {
+    // A sequence alone is to fill the multiprocessors once; more splits only make the merge longer.
+    const int64_t splits = std::clamp(kStreamBlocks / shape.num_kv_heads, 8, kMaxSplits);
+    w->blocks_per_warp = static_cast<int32_t>((read + kWarps * splits - 1) / (kWarps * splits));
+  }
   w->splits = static_cast<int32_t>((read + kWarps * w->blocks_per_warp - 1) / (kWarps * w->blocks_per_warp));
   w->score_stride = static_cast<int32_t>((all_blocks + kWarpReps - 1) / kWarpReps * kWarpReps);
   w->sum_stride = w->score_stride * shape.parts / kWarpReps;
@@ -483,6 +490,111 @@ __device__ void WriteRepresentative(const ForwardParams& p, int seq, int kv_head
   }
 }
 
+// What a thread block's warps have summed, and then what the thread blocks of a query have: always in the same order.
+template <int kDim, bool kWide>
+struct Merge {
+  static constexpr int kRows = kWide ? 16 : 8;
+  float2 sums[kWarps][kRows];
+  bool last;
+};
+template <int kDim, bool kWide>
+constexpr int kMergeBytes = kWarps* Merge<kDim, kWide>::kRows* kDim* static_cast<int>(sizeof(float));
+template <int kDim, bool kWide>
+constexpr int kWeightBytes = kMaxSplits* Merge<kDim, kWide>::kRows* static_cast<int>(sizeof(float));
+
+// `values` [warp][row][kDim] and `weights` [split][row] are in shared memory; all have been written but the weights.
+template <typename T, int kDim, bool kWide>
+__device__ __forceinline__ void MergeSplits(const ForwardParams& p, const Workspace& w, int seq, int kv_head, int split,
+                                            int splits, Merge<kDim, kWide>& merge, float* values,
+                                            float* weight_memory) {
+  constexpr int kRows = Merge<kDim, kWide>::kRows;
+  auto& merged = *reinterpret_cast<float(*)[kWarps][kRows][kDim]>(values);
+  auto& weights = *reinterpret_cast<float(*)[kMaxSplits][kRows]>(weight_memory);
+  auto& merged_sums = merge.sums;
+  bool& last = merge.last;
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  const int group = p.shape.Group();
+  const int64_t pair = static_cast<int64_t>(seq) * p.shape.num_kv_heads + kv_head;
+  T* const out = static_cast<T*>(p.out.data) + seq * p.out.token_stride +
+                 static_cast<int64_t>(kv_head) * group * p.out.head_stride;
+  __syncthreads();
+  const int64_t slot = pair * w.splits + split;
+  for (int i = tid; i < group * kDim; i += kWarps * 32) {
+    const int row = i / kDim, c = i % kDim;
+    float top = merged_sums[0][row].x;
+#pragma unroll
+    for (int n = 1; n < kWarps; ++n) top = fmaxf(top, merged_sums[n][row].x);
+    const float base = top == -INFINITY ? 0 : top;
+    float value = 0, total = 0;
+#pragma unroll
+    for (int n = 0; n < kWarps; ++n) {
+      const float weight = Exp2(merged_sums[n][row].x - base);
+      value += weight * merged[n][row][c];
+      total += weight * merged_sums[n][row].y;
+    }
+    if (splits <= 1) {
+      float lse = top + log2f(total), share = 1;
+      const int head = kv_head * group + row;
+      if (p.sinks != nullptr) lse = JoinSink(lse, p.sinks[head], share);
+      out[row * p.out.head_stride + c] = FromFloat<T>(total > 0 ? value / total * share : 0);
+      if (c == 0 && p.lse != nullptr) p.lse[static_cast<int64_t>(seq) * p.shape.num_q_heads + head] = lse * kLn2;
+    } else {
+      w.partial[slot * group * kDim + i] = value;
+      if (c == 0) w.partial_sums[slot * group + row] = make_float2(top, total);
+    }
+  }
+  if (splits <= 1) return;
+
+  // The thread block that finishes last merges all, always in the order of the splits.
+  __threadfence();
+  __syncthreads();
+  if (tid == 0) last = atomicAdd(w.finished + pair, 1) == splits - 1;
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int row = warp; row < group; row += kWarps) {
+    float top = -INFINITY;
+    for (int i = lane; i < splits; i += 32) {
+      top = fmaxf(top, __ldcg(&w.partial_sums[(pair * w.splits + i) * group + row]).x);
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
+    float total = 0;
+    for (int i = lane; i < splits; i += 32) {
+      const float2 part = __ldcg(&w.partial_sums[(pair * w.splits + i) * group + row]);
+      const float weight = Exp2(part.x - top);
+      weights[i][row] = weight;
+      total += weight * part.y;
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
+    __syncwarp();
+    float lse = top + log2f(total), share = 1;
+    const int head = kv_head * group + row;
+    if (p.sinks != nullptr) lse = JoinSink(lse, p.sinks[head], share);
+    for (int i = lane; i < splits; i += 32) weights[i][row] = weights[i][row] / total * share;
+    if (lane == 0 && p.lse != nullptr) p.lse[static_cast<int64_t>(seq) * p.shape.num_q_heads + head] = lse * kLn2;
+  }
+  __syncthreads();
+  // Four elements a thread and all splits' loads in flight: this is the end of a chain of latencies.
+  const float4* partial = reinterpret_cast<const float4*>(w.partial + pair * w.splits * group * kDim);
+  for (int i = tid; i < group * kDim / 4; i += kWarps * 32) {
+    const int row = i / (kDim / 4);
+    float4 value = make_float4(0, 0, 0, 0);
+#pragma unroll 16
+    for (int n = 0; n < splits; ++n) {
+      const float4 x = __ldcg(partial + n * (group * kDim / 4) + i);
+      const float weight = weights[n][row];
+      value.x = fmaf(weight, x.x, value.x);
+      value.y = fmaf(weight, x.y, value.y);
+      value.z = fmaf(weight, x.z, value.z);
+      value.w = fmaf(weight, x.w, value.w);
+    }
+    *reinterpret_cast<uint2*>(out + row * p.out.head_stride + i % (kDim / 4) * 4) =
+        make_uint2(Pack<T>(value.x, value.y), Pack<T>(value.z, value.w));
+  }
+}
+
 // Columns of 64 that a lane's values are loaded in, eight elements each; the last are not all there.
 template <int kDim>
 constexpr int kSlabs = (kDim + 63) / 64;
@@ -490,8 +602,6 @@ template <int kDim>
 __device__ __forceinline__ bool InSlab(int slab, int column) {
   return kDim % 64 == 0 || slab * 64 + column < kDim;
 }
-template <int kDim, bool kWide>
-constexpr int kMergeBytes = kWarps*(kWide ? 16 : 8) * kDim* static_cast<int>(sizeof(float));
 
 template <typename T, int kDim, bool kWide>
 __global__ void __launch_bounds__(kWarps * 32, kDim <= 64    ? (kWide ? 4 : 5)
@@ -502,11 +612,10 @@ __global__ void __launch_bounds__(kWarps * 32, kDim <= 64    ? (kWide ? 4 : 5)
   constexpr int kRows = kHalves * 8;
   extern __shared__ __align__(16) float merge_memory[];
   auto& merged = *reinterpret_cast<float(*)[kWarps][kRows][kDim]>(merge_memory);
-  __shared__ float2 merged_sums[kWarps][kRows];
+  __shared__ Merge<kDim, kWide> merge;
   __shared__ float weights[kMaxSplits][kRows];
-  __shared__ bool last;
   const int seq = blockIdx.z, kv_head = blockIdx.y, split = blockIdx.x;
-  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Reach reach(p, seq);
   if (split == gridDim.x - 1) {
     WriteRepresentative<T, kDim>(p, seq, kv_head, reach.length);
@@ -641,7 +750,7 @@ __global__ void __launch_bounds__(kWarps * 32, kDim <= 64    ? (kWide ? 4 : 5)
     sum[half] += __shfl_xor_sync(kFullWarp, sum[half], 1);
     sum[half] += __shfl_xor_sync(kFullWarp, sum[half], 2);
     const int row = lane / 4 + half * 8;
-    if (lane % 4 == 0) merged_sums[warp][row] = make_float2(maximum[half], sum[half]);
+    if (lane % 4 == 0) merge.sums[warp][row] = make_float2(maximum[half], sum[half]);
 #pragma unroll
     for (int c = 0; c < kSlabs<kDim>; ++c) {
 #pragma unroll
@@ -654,82 +763,172 @@ __global__ void __launch_bounds__(kWarps * 32, kDim <= 64    ? (kWide ? 4 : 5)
       }
     }
   }
-  __syncthreads();
-  const int64_t slot = pair * w.splits + split;
-  for (int i = tid; i < group * kDim; i += kWarps * 32) {
-    const int row = i / kDim, c = i % kDim;
-    float top = merged_sums[0][row].x;
-#pragma unroll
-    for (int n = 1; n < kWarps; ++n) top = fmaxf(top, merged_sums[n][row].x);
-    const float base = top == -INFINITY ? 0 : top;
-    float value = 0, total = 0;
-#pragma unroll
-    for (int n = 0; n < kWarps; ++n) {
-      const float weight = Exp2(merged_sums[n][row].x - base);
-      value += weight * merged[n][row][c];
-      total += weight * merged_sums[n][row].y;
-    }
-    if (splits <= 1) {
-      float lse = top + log2f(total), share = 1;
-      const int head = kv_head * group + row;
-      if (p.sinks != nullptr) lse = JoinSink(lse, p.sinks[head], share);
-      out[row * p.out.head_stride + c] = FromFloat<T>(total > 0 ? value / total * share : 0);
-      if (c == 0 && p.lse != nullptr) p.lse[static_cast<int64_t>(seq) * p.shape.num_q_heads + head] = lse * kLn2;
-    } else {
-      w.partial[slot * group * kDim + i] = value;
-      if (c == 0) w.partial_sums[slot * group + row] = make_float2(top, total);
-    }
-  }
-  if (splits <= 1) return;
+  MergeSplits<T>(p, w, seq, kv_head, split, splits, merge, merge_memory, &weights[0][0]);
+}
 
-  // The thread block that finishes last merges all, always in the order of the splits.
-  __threadfence();
-  __syncthreads();
-  if (tid == 0) last = atomicAdd(w.finished + pair, 1) == splits - 1;
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  for (int row = warp; row < group; row += kWarps) {
-    float top = -INFINITY;
-    for (int i = lane; i < splits; i += 32) {
-      top = fmaxf(top, __ldcg(&w.partial_sums[(pair * w.splits + i) * group + row]).x);
-    }
+// Where nothing is chosen a query may read a long stretch. Each warp copies its blocks into a ring of its own, two or
+// three blocks of 16 tokens, and multiplies them from there: no warp waits for another, and the copies of 8 warps that
+// a multiprocessor holds, 100 KB, keep its memory busy while they multiply.
+template <int kDim>
+struct StreamRing {
+  static constexpr int kStages = kDim > 128 ? 2 : 3;
+  static constexpr int kPanel = kBlock * 128;
+  static constexpr int kTensor = kBlock * kRowBytes<kDim>;  // keys; the values follow
+  static constexpr int kBytes = kWarps * kStages * 2 * kTensor;
+};
+
+template <typename T, int kDim, bool kWide>
+__global__ void __launch_bounds__(kWarps * 32, kDim <= 128 ? 2 : 1)
+    StreamKernel(const __grid_constant__ ForwardParams p, Workspace w) {
+  using Ring = StreamRing<kDim>;
+  constexpr int kHalves = kWide ? 2 : 1, kStages = Ring::kStages;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  __shared__ Merge<kDim, kWide> merge;
+  static_assert(kMergeBytes<kDim, kWide> + kWeightBytes<kDim, kWide> <= Ring::kBytes);
+  const int seq = blockIdx.z, kv_head = blockIdx.y, split = blockIdx.x;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = lane % 4;
+  const Reach reach(p, seq);
+  if (split == gridDim.x - 1) {
+    WriteRepresentative<T, kDim>(p, seq, kv_head, reach.length);
+    WaitForPrevious();
+    return;
+  }
+  const int init = reach.init_end;
+  const int blocks = reach.length <= 0 ? 0 : init + reach.own + 1 - reach.local_begin;
+  const int splits = (blocks + kWarps * w.blocks_per_warp - 1) / (kWarps * w.blocks_per_warp);
+  if (split >= max(splits, 1)) {
+    WaitForPrevious();
+    return;
+  }
+  const int first = (split * kWarps + warp) * w.blocks_per_warp, end = min(first + w.blocks_per_warp, blocks);
+
+  // A lane copies one 16-byte piece of every second row, or as many rows as a warp reads at once.
+  constexpr int kLanes = kRowLanes<kDim>, kRows = 32 / kLanes;
+  const int piece = lane % kLanes, row0 = lane / kLanes;
+  const bool copies = kLanes * 8 == kDim || piece < kDim / 8;
+  const uint32_t ring = SharedAddress(shared) + warp * kStages * 2 * Ring::kTensor;
+  const T* const k = static_cast<const T*>(p.k.data) + kv_head * p.k.head_stride + piece * 8;
+  const T* const v = static_cast<const T*>(p.v.data) + kv_head * p.v.head_stride + piece * 8;
+  const auto block_at = [&](int i) { return i < init ? i : reach.local_begin + i - init; };
+  const auto copy = [&](int i) {
+    if (i < end && copies) {
+      const int block = block_at(i), tokens = reach.length - block * kBlock;
+      const T* from_k = k + BlockOffset(p.batch, p.k, seq, block);
+      const T* from_v = v + BlockOffset(p.batch, p.v, seq, block);
+      const uint32_t to = ring + (i - first) % kStages * (2 * Ring::kTensor);
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
-    float total = 0;
-    for (int i = lane; i < splits; i += 32) {
-      const float2 part = __ldcg(&w.partial_sums[(pair * w.splits + i) * group + row]);
-      const float weight = Exp2(part.x - top);
-      weights[i][row] = weight;
-      total += weight * part.y;
+      for (int j = 0; j < kBlock / kRows; ++j) {
+        const int row = j * kRows + row0;
+        const bool there = row < tokens;  // what is not becomes zero
+        const uint32_t at = to + TileOffset(row, piece, Ring::kPanel);
+        CopyAsync16(at, from_k + (there ? row * p.k.token_stride : 0), there);
+        CopyAsync16(at + Ring::kTensor, from_v + (there ? row * p.v.token_stride : 0), there);
+      }
     }
+    CommitCopies();
+  };
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
+  for (int i = 0; i < kStages - 1; ++i) copy(first + i);
+
+  const int group = p.shape.Group();
+  uint32_t q[kDim / 16][4];
+  {
+    const T* const rows = static_cast<const T*>(p.q.data) + seq * p.q.token_stride +
+                          static_cast<int64_t>(kv_head) * group * p.q.head_stride;
+    const int low = lane / 4, high = low + 8;
+    uint4 words[2][kRowPieces<kDim>];
+    LoadRowWords<kDim>(low < group ? rows + low * p.q.head_stride : nullptr,
+                       kWide && high < group ? rows + high * p.q.head_stride : nullptr, c, words);
+    MakeOperand(words, c, q);
+  }
+  float o[kDim / 8][4] = {};
+  float maximum[kHalves], sum[kHalves];
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    maximum[half] = -INFINITY;
+    sum[half] = 0;
+  }
+  const float scale = p.shape.scale * kLog2e;
+  const int key_row = (lane & 7) + (lane >> 4) * 8, key_piece = lane >> 3 & 1;
+  for (int i = first; i < end; ++i) {
+    WaitCopies<kStages - 2>();
     __syncwarp();
-    float lse = top + log2f(total), share = 1;
-    const int head = kv_head * group + row;
-    if (p.sinks != nullptr) lse = JoinSink(lse, p.sinks[head], share);
-    for (int i = lane; i < splits; i += 32) weights[i][row] = weights[i][row] / total * share;
-    if (lane == 0 && p.lse != nullptr) p.lse[static_cast<int64_t>(seq) * p.shape.num_q_heads + head] = lse * kLn2;
-  }
-  __syncthreads();
-  // Four elements a thread and all splits' loads in flight: this is the end of a chain of latencies.
-  const float4* partial = reinterpret_cast<const float4*>(w.partial + pair * w.splits * group * kDim);
-  for (int i = tid; i < group * kDim / 4; i += kWarps * 32) {
-    const int row = i / (kDim / 4);
-    float4 value = make_float4(0, 0, 0, 0);
-#pragma unroll 16
-    for (int n = 0; n < splits; ++n) {
-      const float4 x = __ldcg(partial + n * (group * kDim / 4) + i);
-      const float weight = weights[n][row];
-      value.x = fmaf(weight, x.x, value.x);
-      value.y = fmaf(weight, x.y, value.y);
-      value.z = fmaf(weight, x.z, value.z);
-      value.w = fmaf(weight, x.w, value.w);
+    copy(i + kStages - 1);
+    const uint32_t keys = ring + (i - first) % kStages * (2 * Ring::kTensor), values = keys + Ring::kTensor;
+    float s[2][4] = {};
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+      uint32_t b[4];
+      LoadMatrix(b, keys + TileOffset(key_row, 2 * step + key_piece, Ring::kPanel));
+      Mma<T>(s[0], q[step], b[0], b[1]);
+      Mma<T>(s[1], q[step], b[2], b[3]);
     }
-    *reinterpret_cast<uint2*>(out + row * p.out.head_stride + i % (kDim / 4) * 4) =
-        make_uint2(Pack<T>(value.x, value.y), Pack<T>(value.z, value.w));
+    const int block = block_at(i);
+    const int tokens = reach.length - block * kBlock, before = reach.window - block * kBlock;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int token = n * 8 + c * 2 + e % 2;
+        s[n][e] = token < tokens && token >= before ? s[n][e] * scale : -INFINITY;
+      }
+    }
+    uint32_t probabilities[4] = {};
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      float top = fmaxf(fmaxf(s[0][half * 2], s[0][half * 2 + 1]), fmaxf(s[1][half * 2], s[1][half * 2 + 1]));
+      top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
+      top = fmaxf(top, maximum[half]);
+      if (__any_sync(kFullWarp, top > maximum[half])) {
+        const float shrink = top == -INFINITY ? 1 : Exp2(maximum[half] - top);
+        sum[half] *= shrink;
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n) {
+          o[n][half * 2] *= shrink;
+          o[n][half * 2 + 1] *= shrink;
+        }
+        maximum[half] = top;
+      }
+      const float base = top == -INFINITY ? 0 : top;  // a block that the window leaves nothing of
+      float x[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = Exp2(s[e / 2][half * 2 + e % 2] - base);
+      sum[half] += (x[0] + x[1]) + (x[2] + x[3]);
+      probabilities[half] = Pack<T>(x[0], x[1]);
+      probabilities[half + 2] = Pack<T>(x[2], x[3]);
+    }
+#pragma unroll
+    for (int n = 0; n < kDim / 8; n += 2) {
+      uint32_t b[4];
+      LoadMatrixTransposed(b, values + TileOffset(lane & 15, n + (lane >> 4), Ring::kPanel));
+      Mma<T>(o[n], probabilities, b[0], b[1]);
+      Mma<T>(o[n + 1], probabilities, b[2], b[3]);
+    }
   }
+  WaitCopies<0>();
+  WaitForPrevious();  // for the counter of the merge, which it clears
+  __syncthreads();    // the ring becomes the memory of the merge
+  auto& merged = *reinterpret_cast<float(*)[kWarps][Merge<kDim, kWide>::kRows][kDim]>(shared);
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    sum[half] += __shfl_xor_sync(kFullWarp, sum[half], 1);
+    sum[half] += __shfl_xor_sync(kFullWarp, sum[half], 2);
+    const int row = lane / 4 + half * 8;
+    if (c == 0) merge.sums[warp][row] = make_float2(maximum[half], sum[half]);
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n) {
+      *reinterpret_cast<float2*>(&merged[warp][row][n * 8 + 2 * c]) = make_float2(o[n][half * 2], o[n][half * 2 + 1]);
+    }
+  }
+  MergeSplits<T>(p, w, seq, kv_head, split, splits, merge, reinterpret_cast<float*>(shared),
+                 reinterpret_cast<float*>(shared + kMergeBytes<kDim, kWide>));
+}
+
+// Clears the counters of the merge. A kernel, not a memset: the next one may start beside it.
+__global__ void ClearKernel(Workspace w, int pairs) {
+  LetNextStart();
+  for (int i = threadIdx.x; i < pairs; i += blockDim.x) w.finished[i] = 0;
 }
 
 template <typename... Args>
@@ -753,6 +952,16 @@ cudaError_t Run(const ForwardParams& p, const Workspace& w, cudaStream_t stream)
   const auto heads = static_cast<unsigned>(p.shape.num_kv_heads), seqs = static_cast<unsigned>(p.batch.num_seqs);
   const bool can_overlap = LaunchesOverlap(), chooses = Chooses(p.shape, p.batch);
   cudaError_t status;
+  if (p.shape.top_k == 0) {
+    status = Launch(ClearKernel, dim3(1), 256, 0, false, stream, w, p.batch.num_seqs * p.shape.num_kv_heads);
+    if (status != cudaSuccess) return status;
+    constexpr int kShared = StreamRing<kDim>::kBytes;
+    const auto kernel = StreamKernel<T, kDim, kWide>;
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    if (status != cudaSuccess) return status;
+    return Launch(kernel, dim3(static_cast<unsigned>(w.splits) + 1, heads, seqs), kWarps * 32, kShared, can_overlap,
+                  stream, p, w);
+  }
   if (chooses) {
     const dim3 grid(static_cast<unsigned>(w.sum_stride + kWarps - 1) / kWarps, heads, seqs);
     const auto scores = p.shape.parts == 1   ? ScoresKernel<T, kDim, kWide, 1>
@@ -766,12 +975,8 @@ cudaError_t Run(const ForwardParams& p, const Workspace& w, cudaStream_t stream)
                                   static_cast<int>(kCachedScores * sizeof(uint32_t)));
     if (status != cudaSuccess) return status;
     status = Launch(TopKKernel, dim3(heads, seqs), kTopKThreads, shared, can_overlap, stream, p, w);
-  } else {
-    status = cudaMemsetAsync(w.finished, 0, static_cast<size_t>(seqs) * heads * sizeof(int32_t), stream);
-    if (status == cudaSuccess && p.shape.top_k > 0) {
-      // Short sequences still list their candidates.
-      status = Launch(TopKKernel, dim3(heads, seqs), kTopKThreads, 0, false, stream, p, w);
-    }
+  } else {  // short sequences still list their candidates; this clears the counters too
+    status = Launch(TopKKernel, dim3(heads, seqs), kTopKThreads, 0, false, stream, p, w);
   }
   if (status != cudaSuccess) return status;
   constexpr int kShared = kMergeBytes<kDim, kWide>;
@@ -779,9 +984,8 @@ cudaError_t Run(const ForwardParams& p, const Workspace& w, cudaStream_t stream)
     status = cudaFuncSetAttribute(AttendKernel<T, kDim, kWide>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (status != cudaSuccess) return status;
   }
-  const bool overlap = can_overlap && (chooses || p.shape.top_k > 0);
   return Launch(AttendKernel<T, kDim, kWide>, dim3(static_cast<unsigned>(w.splits) + 1, heads, seqs), kWarps * 32,
-                kShared, overlap, stream, p, w);
+                kShared, can_overlap, stream, p, w);
 }
 
 }  // namespace
