@@ -109,7 +109,10 @@ def _table(args: argparse.Namespace) -> None:
         )
     headers = [read_samples(path)[0] for path in args.niah]  # before the weights are loaded
 
-    tokenizer = load_tokenizer(args.model)
+    given = {name: ids for header in headers for name, ids in header.get("punctuation", {}).items()}
+    texts = args.perplexity or args.longbench or wanted & {"separators", "calibration"}
+    # Needles are token ids already.
+    tokenizer = load_tokenizer(args.model) if texts or args.punctuation not in given else None
     samples = [one for path in args.niah for one in tasks.needles(path, args.tail, args.samples)]
     for text in args.perplexity:
         name, equals, path = text.partition("=")
@@ -132,7 +135,6 @@ def _table(args: argparse.Namespace) -> None:
     longest = max(sample.prompt + max(len(sample.answer), sample.tokens) for sample in samples)
     if limit and longest > limit:
         raise ValueError(f"arena: the longest sample has {longest} tokens, the model's context {limit}")
-    given = {name: ids for header in headers for name, ids in header.get("punctuation", {}).items()}
     marks = tasks.Marks.of(model.config.vocab_size, tokenizer, args.punctuation, given, "separators" in wanted)
 
     calibration = learned = None
