@@ -15,9 +15,9 @@
 #   report       FOLDER/report.html and FOLDER/tables.md
 #
 # What a step was stopped in goes on when it is started again; --limit (seconds, 540) stops a step by itself.
-# --calibration is a text that is in no task. --samples is the number of needles (100), --quick a run of minutes on a CPU
-# that tries all steps. --python must have torch and transformers, and gguf where MODEL is a .gguf file; which tokens
-# are punctuation comes from the needles' files, so that libphsa is not needed.
+# --calibration is a text that is in no task. --samples is the number of needles (100), --quick a run of minutes on a
+# CPU that tries all steps. --python must have torch and transformers, and gguf where MODEL is a .gguf file; which
+# tokens are punctuation comes from the needles' files, so that libphsa is not needed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -58,7 +58,8 @@ table() {
   local step=$1 status=0 begin=$SECONDS
   shift
   timeout --signal INT --kill-after 30 "$limit" "$python" -m phsa.arena table --model "$model" --dtype "$dtype" \
-    ${device:+--device "$device"} --calibration "$calibration" "${train[@]}" --out "$out/$step.jsonl" "$@" \
+    ${device:+--device "$device"} --punctuation-from "$out/single_2-$short.jsonl" --calibration "$calibration" \
+    "${train[@]}" --out "$out/$step.jsonl" "$@" \
     > >(tee "$out/$step.log") || status=$?
   echo "$step: status $status after $((SECONDS - begin)) s" | tee -a "$out/steps.log"
 }
@@ -78,7 +79,8 @@ for step in "${steps[@]}"; do
   case $step in
     samples) export_samples ;;
     niah-32k)
-      table niah-32k --niah "$out/single_2-$long.jsonl" --samples "$samples" --budget 0.01,0.03,0.1 --rules "$answers" ;;
+      table niah-32k --niah "$out/single_2-$long.jsonl" --samples "$samples" --budget 0.01,0.03,0.1 \
+        --rules "$answers" ;;
     niah-4k)
       table niah-4k --niah "$out/single_2-$short.jsonl" --samples "$samples" -K 1,2,4,8,16 --rules "$answers" ;;
     multikey)

@@ -324,7 +324,8 @@ def test_the_page_regenerates_to_the_byte(folder: Path, table: Table, tmp_path: 
         pages.append((tmp_path / name).read_text())
     assert pages[0] == pages[1]
     assert pages[0].count("<svg") == 4 and "tiny<&>" not in pages[0] and "tiny&lt;&amp;&gt;" in pages[0]
-    assert "<script" not in pages[0] and "Mean rank" in pages[0] and "phsa:parts=8" in pages[0]
+    assert "<script" not in pages[0] and "Mean rank by score" in pages[0] and "Mean rank by nll" in pages[0]
+    assert "phsa:parts=8" in pages[0]
     import xml.etree.ElementTree as ElementTree
 
     for svg in pages[0].split("<svg")[1:]:
@@ -363,11 +364,22 @@ def test_the_command_makes_a_table_and_goes_on(folder: Path, tmp_path: Path, cap
     ]
     args += ["--calibration", str(folder / "prose.txt"), "--calibration-tokens", "128", "--hash-steps", "2"]
     command.main([*args, "--out", out, "--samples", "1"])
-    assert "double-sparsity" in capsys.readouterr().out
+    out_lines = capsys.readouterr().out
+    assert "double-sparsity" in out_lines and "dense" in out_lines
     first = Path(out).read_text()
     command.main([*args, "--out", out, "--samples", "2"])
     assert Path(out).read_text().startswith(first) and len(Path(out).read_text().splitlines()) == 1 + 2 * 4
     capsys.readouterr()
+
+
+def test_punctuation_may_come_from_a_file_of_samples(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    args = ["table", "--model", str(folder / "model"), "--perplexity", f"prose={folder / 'prose.txt'}", "--quiet"]
+    args += ["--length", "200", "--scored", "20", "--samples", "1", "--rules", "phsa,xattention", "--budget", "0.3"]
+    args += ["--dtype", "float32", "--device", "cpu", "--punctuation-from", str(folder / "samples.jsonl")]
+    command.main([*args, "--out", str(tmp_path / "o.jsonl")])
+    lines = capsys.readouterr().out.splitlines()
+    # A rule for the prefill is shown with what the prefill read.
+    assert len(lines) == 3 and " xattention " in lines[2] and "tokens 100.0 %" not in lines[2]
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--calibration-tokens", type=int, default=4096)
     table.add_argument("--hash-steps", type=int, default=300, help="of HashAttention's training, a layer (300)")
     table.add_argument("--punctuation", default="en+zh", help="PHSA's punctuation set (en+zh)")
+    table.add_argument("--punctuation-from", help="a file of `phsa niah --export` that has its ids, without libphsa")
     table.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     table.add_argument("--device", help="cuda or cpu; default: a GPU if there is one")
     table.add_argument("--quiet", action="store_true")
@@ -109,10 +110,12 @@ def _table(args: argparse.Namespace) -> None:
         )
     headers = [read_samples(path)[0] for path in args.niah]  # before the weights are loaded
 
+    if args.punctuation_from:
+        headers.append(read_samples(args.punctuation_from)[0])
     given = {name: ids for header in headers for name, ids in header.get("punctuation", {}).items()}
     texts = args.perplexity or args.longbench or wanted & {"separators", "calibration"}
     # Needles are token ids already.
-    tokenizer = load_tokenizer(args.model) if texts or args.punctuation not in given else None
+    tokenizer: Any = load_tokenizer(args.model) if texts or args.punctuation not in given else None
     samples = [one for path in args.niah for one in tasks.needles(path, args.tail, args.samples)]
     for text in args.perplexity:
         name, equals, path = text.partition("=")

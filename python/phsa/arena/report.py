@@ -171,7 +171,7 @@ def _rows(group: Group, against: Sequence[str]) -> tuple[list[str], list[list[st
     unit = "perplexity" if group.perplexity else "found, %" if _needle(group) else "score"
     head = ["rule", "phase", "budget", "samples", unit, *(["nll"] if _needle(group) else []), "tokens, %", "bytes, %"]
     shown = [name for name in against if any(line.rule == name for line in group.lines)]
-    head += [f"− {name}" for name in shown]
+    head += [f"− {name}" + (", %" if group.perplexity else "") for name in shown]
     rows = []
     for line in group.lines:
         nll = sum(line.nll.values()) / len(line.nll) if line.nll else 0.0
@@ -200,9 +200,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
 
 
-def overall(found: Sequence[Group], draws: int) -> list[tuple[str, int, list[tuple[str, float, float, float]]]]:
-    """For each model and budget: mean ranks over its tables, of the rules that are in all of them, on the samples that
-    all of them have. How the text was read is part of a rule's name."""
+Ranks = list[tuple[str, int, list[tuple[str, float, float, float]]]]
+
+
+def overall(found: Sequence[Group], draws: int) -> Ranks:
+    """For each model and budget: mean ranks over its tables by score, and by nll where all of them have it; of the
+    rules that are in all tables, on the samples that all of them have. How the text was read is part of a rule's
+    name."""
     out = []
     keys = sorted(
         {(g.model, line.budget) for g in found for line in g.lines if line.budget},
@@ -218,15 +222,19 @@ def overall(found: Sequence[Group], draws: int) -> list[tuple[str, int, list[tup
         names = set.intersection(*(set(t) for t in tables))
         if len(names) < 2:
             continue
-        scores = []
+        by_score, by_nll = [], []
         for table in tables:
             shared = [s for s in table[min(names)].scores if all(s in table[name].scores for name in names)]
             if shared:
-                scores.append({name: [table[name].scores[s] for s in shared] for name in names})
-        if scores:
-            ranked = mean_ranks(scores, draws)
+                by_score.append({name: [table[name].scores[s] for s in shared] for name in names})
+                if all(s in table[name].nll for name in names for s in shared):
+                    by_nll.append({name: [-table[name].nll[s] for s in shared] for name in names})
+        for what, data in (("score", by_score), ("nll", by_nll)):
+            if not data or (what == "nll" and (len(data) < len(by_score) or data == by_score)):
+                continue
+            ranked = mean_ranks(data, draws)
             best = sorted(((name, *value) for name, value in ranked.items()), key=lambda x: (x[1], x[0]))
-            out.append((f"{model}, {_budget(budget)}", len(scores), best))
+            out.append((f"by {what}, {model}, {_budget(budget)}", len(data), best))
     return out
 
 
@@ -276,7 +284,7 @@ def markdown(
     parts.append("\n".join(f"- {line}" for line in _used(headers, records)))
     for title, tables, ranked in overall(found, draws):
         rows = [[name, f"{mean:.1f} ({low:.1f}–{high:.1f})"] for name, mean, low, high in ranked]
-        parts.append(f"**Mean rank, {title}, over {tables} {'table' if tables == 1 else 'tables'}**")
+        parts.append(f"**Mean rank {title}, over {tables} {'table' if tables == 1 else 'tables'}**")
         parts.append(_table(["rule", "rank (95 %)"], rows))
     for group in found:
         parts += [f"**{group.title}**", _table(*_rows(group, against)), f"```\n{command(group)}\n```"]
@@ -480,7 +488,7 @@ def page(
         sections.append("<section><h2>Overall</h2>")
         for title, tables, best in ranked:
             rows = [[name, f"{mean:.1f}", f"{low:.1f} to {high:.1f}"] for name, mean, low, high in best]
-            sections.append(f"<h3>Mean rank, {html.escape(title)}, over {tables} table{'s' * (tables != 1)}</h3>")
+            sections.append(f"<h3>Mean rank {html.escape(title)}, over {tables} table{'s' * (tables != 1)}</h3>")
             sections += _html_table(["rule", "rank", "95 %"], rows)
         sections.append("</section>")
     for group in found:

@@ -348,7 +348,8 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
         score = sum(r["score"] for r in group) / len(group)
         shown = f"{math.exp(-score):9.3f}" if all("nll" in r and r["score"] == -r["nll"] for r in group) else ""
         shown = shown or f"{100 * score:9.1f}"
-        shares = [r["read"] for r in group if r["read"]]
+        alone = answer == "dense" and prefill != "dense"
+        shares = [share for share in (r["read_prefill" if alone else "read"] for r in group) if share]
         tokens = 100 * sum(s["token_share"] for s in shares) / max(1, len(shares))
         size = 100 * sum(s["byte_share"] for s in shares) / max(1, len(shares))
         phases = "" if (prefill, answer) in (("dense", rule), (rule, "dense")) else f" after {prefill}"

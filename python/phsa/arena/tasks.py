@@ -143,9 +143,9 @@ class Marks:
             try:
                 ids = punctuation_sets.ids(tokenizer, punctuation)
             except (_library.LibraryError, OSError) as error:
-                known = f"; the samples have: {', '.join(given)}" if given else ""
                 raise ValueError(
-                    f"arena: which tokens are punctuation ({punctuation}) is not known: {error}{known}"
+                    f"arena: which tokens are punctuation ({punctuation}) is not known here: {error}. Or give "
+                    "--punctuation-from a file of `phsa niah --export` that has this set"
                 ) from None
         seps = None
         if separators:
