@@ -28,7 +28,6 @@ from . import _fallback
 __all__ = ["backends", "missing_kernels", "phsa_attention", "representatives", "select"]
 
 BACKENDS = ("auto", "cpu", "cuda", "torch")
-_HEAD_DIMS = (64, 80, 96, 128, 256)
 _REFUSED = "phsa refuses: "  # as in csrc/status.h
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -91,17 +90,17 @@ def backends() -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _cuda_misfit(
-    dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int, keys: int, settings: Settings
+def _misfit(
+    device: str, dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int, keys: int, settings: Settings
 ) -> str | None:
-    """What the CUDA kernels cannot do with such inputs, in the library's words, or None."""
+    """What the kernels of a device, cpu or cuda, cannot do with such inputs, in the library's words, or None."""
     if dtype not in _DTYPES:
-        return f"{dtype}; allowed: float16, bfloat16"
+        return f"{dtype}; allowed: {'' if device == 'cuda' else 'float32, '}float16, bfloat16"
     lens = _int_tensor([keys], torch.int32)
     lam = (settings.lam,) if isinstance(settings.lam, Real) else settings.lam
     sizes = (_DTYPES[dtype], q_heads, kv_heads, head_dim)
     try:
-        torch.ops.phsa_kernels.check(lens, *sizes, *_native_settings(settings, lam), 1)
+        torch.ops.phsa_kernels.check(lens, *sizes, *_native_settings(settings, lam), int(device == "cuda"))
     except RuntimeError as error:
         message = str(error)
         if not message.startswith(_REFUSED):
@@ -115,20 +114,16 @@ def _use_kernels(backend: str, q: Tensor, k: Tensor, settings: Settings) -> bool
         return False
     reason = _load()
     misfit = None
-    if q.device.type == "cuda" and backend in ("auto", "cuda"):
-        if reason is None and not _library.has_cuda():
+    device = q.device.type
+    if (device == "cuda" and backend in ("auto", "cuda")) or (device == "cpu" and backend != "cuda"):
+        if reason is None and device == "cuda" and not _library.has_cuda():
             reason = "libphsa was built without CUDA"
         if reason is None:
             # Lengths are rounded up to a power of two: a text that grows asks anew a few times only.
             keys = 1 << max(0, k.shape[0] - 1).bit_length()
-            misfit = _cuda_misfit(q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], keys, settings)
-    elif q.device.type != "cpu" or backend == "cuda":
+            misfit = _misfit(device, q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], keys, settings)
+    else:
         misfit = f"{q.dtype} on {q.device}; allowed: tensors on {'a CUDA device' if backend == 'cuda' else 'the CPU'}"
-    elif q.dtype not in _DTYPES or q.shape[-1] not in _HEAD_DIMS:
-        misfit = (
-            f"{q.dtype} with head_dim {q.shape[-1]} on {q.device}; allowed: float32, float16, bfloat16 with "
-            f"head_dim {', '.join(map(str, _HEAD_DIMS))} on the CPU"
-        )
     if backend != "auto":
         if misfit is not None:
             raise ValueError(f"phsa_attention: the {backend} backend has {misfit}")

@@ -67,7 +67,7 @@ def test_what_the_cuda_kernels_cannot_do_is_named_by_the_library(
     tensors: dict, settings: dict, message: str | None
 ) -> None:
     sizes = {"dtype": torch.bfloat16, "q_heads": 4, "kv_heads": 2, "head_dim": 64, "keys": 32, **tensors}
-    assert ops._cuda_misfit(*sizes.values(), Settings(**{**SMALL, "block": 16, **settings})) == message
+    assert ops._misfit("cuda", *sizes.values(), Settings(**{**SMALL, "block": 16, **settings})) == message
 
 
 class _CSettings(ctypes.Structure):
