@@ -10,6 +10,8 @@ import pathlib
 import torch
 
 BLOCK = 16
+# What SetArchitecture takes here: the plain kernels, and those for Hopper.
+ARCHITECTURES = [80, 90] if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else [80]
 
 
 class Batch(ctypes.Structure):

@@ -16,7 +16,6 @@ if not torch.cuda.is_available():
     skip("needs a GPU")
 
 LIBRARY = fk.load_library()
-ARCHITECTURES = [80, 90] if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else [80]
 
 # name: q heads, kv heads, head_dim, [(q_len, kv_len)], settings
 CASES = {
@@ -80,6 +79,10 @@ CASES = {
     "dim_256_dense": (4, 2, 256, [(777, 777), (1, 1)], dict(dense_below=1 << 20, top_k=0)),
     "group_5": (10, 2, 128, [(1300, 1300)], dict(init=16, local=128, top_k=4)),
     "group_7": (14, 2, 64, [(1300, 1300)], dict(init=16, local=128, top_k=4)),
+    "group_5_parts_8": (10, 2, 64, [(2500, 2500)], dict(init=16, local=128, top_k=7, parts=8)),
+    "group_7_parts_2": (14, 2, 128, [(1300, 1300), (30, 3000)], dict(init=16, local=128, top_k=4, parts=2)),
+    "group_6_top_k_64": (12, 2, 64, [(300, 9000)], dict(init=32, local=256, top_k=64)),
+    "group_11_parts_2": (11, 1, 64, [(1300, 1300)], dict(init=0, local=0, top_k=20, parts=2)),
     "group_9": (9, 1, 128, [(1300, 1300)], dict(init=16, local=128, top_k=4)),
     "group_12": (12, 1, 64, [(1300, 1300)], dict(init=16, local=128, top_k=4)),
     "window": (4, 2, 128, [(1500, 1500), (17, 900), (1, 2000)], dict(window=512)),
@@ -97,7 +100,7 @@ CASES = {
 }
 
 
-@over(architecture=ARCHITECTURES, dtype=[torch.bfloat16, torch.float16], name=list(CASES))
+@over(architecture=fk.ARCHITECTURES, dtype=[torch.bfloat16, torch.float16], name=list(CASES))
 def test_forward_matches_the_reference(name, dtype, architecture):
     heads_q, heads_kv, dim, lens, settings = CASES[name]
     LIBRARY.phsa_cuda_set_architecture(architecture)
@@ -131,7 +134,7 @@ def test_forward_matches_the_reference(name, dtype, architecture):
         assert torch.equal(a, b)
 
 
-@over(architecture=ARCHITECTURES, top_k=[9, 16, 40], parts=[1, 2, 4, 8])
+@over(architecture=fk.ARCHITECTURES, top_k=[9, 16, 40], parts=[1, 2, 4, 8])
 def test_equal_scores_go_to_the_lower_blocks(architecture, top_k, parts):
     LIBRARY.phsa_cuda_set_architecture(architecture)
     lens = [(5000, 5000)]
@@ -143,7 +146,7 @@ def test_equal_scores_go_to_the_lower_blocks(architecture, top_k, parts):
     assert (last == torch.arange(2, 2 + top_k, device="cuda")).all()
 
 
-@over(architecture=ARCHITECTURES, heads=[(4, 4), (4, 2), (12, 2)], parts=[1, 2, 4, 8])
+@over(architecture=fk.ARCHITECTURES, heads=[(4, 4), (4, 2), (12, 2)], parts=[1, 2, 4, 8])
 def test_of_two_equal_blocks_the_lower_is_chosen_first(architecture, heads, parts):
     """With an odd K the last place is often contested by two equal blocks."""
     LIBRARY.phsa_cuda_set_architecture(architecture)
@@ -160,7 +163,7 @@ def test_of_two_equal_blocks_the_lower_is_chosen_first(architecture, heads, part
     assert (lower & ~upper).any()
 
 
-@over(architecture=ARCHITECTURES)
+@over(architecture=fk.ARCHITECTURES)
 def test_one_sharp_score_is_always_found(architecture):
     LIBRARY.phsa_cuda_set_architecture(architecture)
     lens = [(9000, 9000)]
@@ -173,7 +176,7 @@ def test_one_sharp_score_is_always_found(architecture):
     assert (f.selection[8999] == 100).any(1).all()
 
 
-@over(architecture=ARCHITECTURES, dtype=[torch.bfloat16, torch.float16])
+@over(architecture=fk.ARCHITECTURES, dtype=[torch.bfloat16, torch.float16])
 def test_scores_far_above_the_first_ones_are_weighed_right(architecture, dtype):
     """The reference value of the softmax must follow: in chosen blocks, and in the query's own."""
     LIBRARY.phsa_cuda_set_architecture(architecture)
@@ -191,7 +194,7 @@ def test_scores_far_above_the_first_ones_are_weighed_right(architecture, dtype):
     assert (f.lse[queries] - lse).abs().max() < 2e-2
 
 
-@over(architecture=ARCHITECTURES, heads=[(4, 2), (8, 2), (16, 1)], parts=[1, 2, 8])
+@over(architecture=fk.ARCHITECTURES, heads=[(4, 2), (8, 2), (16, 1)], parts=[1, 2, 8])
 def test_bounds_far_above_the_scores_lose_no_block(architecture, heads, parts):
     """Each head of a group likes another one of neighbouring blocks: together they look better than any block is."""
     LIBRARY.phsa_cuda_set_architecture(architecture)
@@ -214,7 +217,7 @@ def test_bounds_far_above_the_scores_lose_no_block(architecture, heads, parts):
 
 
 @over(
-    architecture=ARCHITECTURES,
+    architecture=fk.ARCHITECTURES,
     highest=["end", "middle", "beginning"],
     heads=[(4, 2), (12, 2)],
     growing=["half of the heads", "all heads"],
@@ -244,7 +247,7 @@ def test_scores_that_keep_growing_are_ranked_right(architecture, highest, heads,
 
 
 @over(
-    architecture=ARCHITECTURES,
+    architecture=fk.ARCHITECTURES,
     heads=[(4, 4, 128), (4, 2, 128), (9, 3, 64), (12, 2, 128), (16, 1, 64)],
     group_reduce=["sum", "max", "none"],
     sharpness=[30, 300, 3000],
@@ -268,7 +271,7 @@ def test_scores_further_apart_than_f32_reaches_are_ranked_right(architecture, he
     assert torch.equal(f.selection, want)
 
 
-@over(architecture=ARCHITECTURES, top_k=[3, 16, 64], parts=[1, 4])
+@over(architecture=fk.ARCHITECTURES, top_k=[3, 16, 64], parts=[1, 4])
 def test_tiny_scores_far_behind_a_large_one_are_ranked_right(architecture, top_k, parts):
     """One local block has all of the softmax; what is chosen has scores of e^-1000 and less, and equal ones go to the
     lower block."""
@@ -291,7 +294,7 @@ def test_tiny_scores_far_behind_a_large_one_are_ranked_right(architecture, top_k
     assert ((chosen == 100).any(-1) >= (chosen == 200).any(-1)).all()
 
 
-@over(architecture=ARCHITECTURES, parts=[1, 4])
+@over(architecture=fk.ARCHITECTURES, parts=[1, 4])
 def test_a_query_that_is_no_number_harms_no_other(architecture, parts):
     LIBRARY.phsa_cuda_set_architecture(architecture)
     lens = [(4096, 4096)]
@@ -307,7 +310,7 @@ def test_a_query_that_is_no_number_harms_no_other(architecture, parts):
     assert torch.equal(f.selection[others], want[others])
 
 
-@over(architecture=ARCHITECTURES)
+@over(architecture=fk.ARCHITECTURES)
 def test_lists_that_lead_beyond_the_keys_are_cut(architecture):
     LIBRARY.phsa_cuda_set_architecture(architecture)
     lens = [(2000, 2000)]
@@ -325,7 +328,7 @@ def test_lists_that_lead_beyond_the_keys_are_cut(architecture):
     assert fk.relative_error(f.out[unread], want[unread].double()) < 6e-3
 
 
-@over(architecture=ARCHITECTURES)
+@over(architecture=fk.ARCHITECTURES)
 def test_error_is_at_most_twice_that_of_dense_attention(architecture):
     LIBRARY.phsa_cuda_set_architecture(architecture)
     lens = [(2048, 2048)]
@@ -344,7 +347,7 @@ def test_error_is_at_most_twice_that_of_dense_attention(architecture):
     assert error <= 2 * error_dense
 
 
-@over(architecture=ARCHITECTURES, parts=[2, 4, 8])
+@over(architecture=fk.ARCHITECTURES, parts=[2, 4, 8])
 def test_representatives_written_in_chunks_have_the_bits_of_one_pass(architecture, parts):
     """Also where a chunk ends inside a block: its first parts are written then, the others with their last tokens."""
     LIBRARY.phsa_cuda_set_architecture(architecture)
@@ -362,7 +365,7 @@ def test_representatives_written_in_chunks_have_the_bits_of_one_pass(architectur
     assert torch.equal(whole.rep_rows(0), want)
 
 
-@over(architecture=ARCHITECTURES, dim=[64, 80, 96, 128, 256])
+@over(architecture=fk.ARCHITECTURES, dim=[64, 80, 96, 128, 256])
 def test_a_window_reads_no_token_before_it(architecture, dim):
     """What lies there is no number: one token too many, and the output is none either."""
     LIBRARY.phsa_cuda_set_architecture(architecture)

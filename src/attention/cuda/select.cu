@@ -1,22 +1,23 @@
-// Scores, group softmax and top-K: exact, and never queries × blocks in memory.
+// Scores, group softmax and top-K: exact, and never queries × blocks of scores in memory, but a bound of two bytes.
 //
 // A group's score needs every head's normaliser, so the scores are needed twice. Two kernels:
-//  1. Statistics: all scores by tensor cores; keeps per row (query and head) the log-sum-exp and, per subset of four
-//     neighbouring representatives, the largest weight of one, rounded up to eight bits.
-//  2. Choose: those give an upper bound of a group's score at each subset. Only subsets whose bound reaches a threshold
-//     are scored again, four at a time, by the warp that owns their 16 rows. The threshold is a guess from the K-th
-//     largest bound; where at least K blocks are found that reach it, it was low enough, and the best K of those are
-//     the best of all. Where not, which is rare, it is lowered. Where the K-th best score is hardly a number of f32 any
-//     more, which is rarer still, all candidates are scored once more and ranked by the logarithms of their scores.
+//  1. Statistics: all scores by tensor cores; keeps per row (query and head) the log-sum-exp and, per query, item and
+//     pair of heads, a weight: the sum of both heads' softmax values, each relative to a reference value of its row, in
+//     bfloat16. An item is a block, or two or four neighbouring ones, of which the best one's weight is kept. Reference
+//     values are log-sum-exps of what was seen so far: nearly the last ones.
+//  2. Choose: once those are known, weights become bounds of a group's score at each item, from below and above. The
+//     K-th largest bound from below is a threshold that K blocks are known to reach; only items whose bound from above
+//     reaches it are scored again, by the warp that owns their 16 rows. Where the K-th best score is hardly a number of
+//     f32 any more, which is rare, all candidates are scored once more and ranked by the logarithms of their scores.
 //
-// A unit is 16 rows, the M of one tensor-core product: kPadded heads (the group rounded up to a power of two) × 16 /
-// kPadded queries, row = head · queries + query. The windows of 64 representatives lie in shared memory in such an
-// order that one lane of the product holds 16 neighbours of a row: their maxima and sums cost no shuffle.
+// A unit of Statistics is 16 rows, the M of one tensor-core product: two heads (row / 8) of eight queries, or one head
+// of sixteen where each head chooses for itself; so one lane holds both heads of a query, and no row is empty but where
+// a group is odd. The windows of 64 representatives lie in shared memory in such an order that one lane of the product
+// holds 16 neighbours of a row: their sums cost no shuffle. Choose's 16 rows are kPadded heads (the group rounded up to
+// a power of two) × 16 / kPadded queries, row = head · queries + query.
 //
-// With parts a block has 2, 4 or 8 neighbouring representatives, and its score is their sum. Statistics goes over all
-// of them; the bound of a subset is that of the best block in it (two parts), of its block (four), or of the block
-// whose half it is (eight: both halves have the bound of the whole). Windows and subsets count representatives, all
-// else blocks.
+// With parts a block has 2, 4 or 8 neighbouring representatives, and its score is their sum. Windows and subsets count
+// representatives, all else blocks.
 #include <cuda.h>
 
 #include <algorithm>
@@ -31,85 +32,112 @@ namespace {
 constexpr int kWindow = 64;  // representatives per window
 constexpr int kSubset = 4;   // representatives per subset
 constexpr int kUnits = 16;   // units per tile: four warpgroups
+constexpr int kStageWindows = 2;
 constexpr int kChooseWarps = 4;
-constexpr int kBins = 128;  // of the histogram of bounds
+constexpr int kCandidates = 128;   // per query, before the best K are kept; at least 64 + 16
+constexpr int kList = 768;         // subsets that are scored at a time
+constexpr int kStepSubsets = 512;  // that one step of marking adds at most
+
+// Representatives of an item: of a subset, or of a block that is two.
+__host__ __device__ constexpr int ItemReps(int parts) { return parts == 8 ? 8 : kSubset; }
+
 // Head sizes that have Statistics for Hopper; the others take the plain one there too.
 template <int kHeadDim>
 constexpr bool kHasWgmma = kHeadDim == 64 || kHeadDim == 128;
-constexpr int kCandidates = 128;  // per query, before the best K are kept; at least 64 + 16
-constexpr int kList = 256;        // subsets that are scored at a time
-
-// A code is the weight of a representative relative to a reference value of its row: exponent and two bits of a float,
-// rounded up. As the upper bits of a bfloat16 it is that weight · 2^-92. The least is 4, a normal number: 2^-34.
-constexpr float kMostWeight = 0x1p28f;
-constexpr int kCodeBits = 5;  // of a bfloat16 that are dropped
-constexpr int kCodeExponent = 92;
-constexpr uint32_t kLeastCode = 4;
+// Weights from here on move a row's reference value at once.
+constexpr float kMostWeight = 0x1p100f;
+constexpr float kGuess = 0.7f;  // of what is no bound from below, as a threshold
 // Below this a group's score may miss heads that f32 has no numbers for: such blocks are ranked by logarithms.
 constexpr float kLeastScore = 0x1p-90f;
-constexpr float kUp = 1.0f / 64;  // bounds are larger by this: both kernels round, and bounds are sums of bfloat16
+// Bounds are looser by this: both kernels round, and bounds are up to eight sums of bfloat16.
+constexpr float kSlack = 1.0f / 32;
 
 struct Group {
-  int32_t size;     // heads that choose together
-  int32_t padded;   // next power of two
-  int32_t queries;  // of a unit
-  int32_t kv_div;   // selection heads per KV head
+  int32_t size;          // heads that choose together
+  int32_t padded;        // next power of two
+  int32_t queries;       // of a warp of Choose
+  int32_t kv_div;        // selection heads per KV head
+  int32_t pairs;         // of heads: the units of the same queries
+  int32_t unit_queries;  // of a unit of Statistics
+  int32_t tile_units;    // of a tile, at most kUnits
+  int32_t tile_queries;
 };
 
 struct SelectArgs {
   ForwardParams p;
   Group group;
   int32_t tile_begin, tile_end;
-  int32_t windows;      // per unit in `codes`
+  int32_t row_items;    // of a row of `weights`
+  int32_t epochs;       // of a unit in `bases`
   int32_t list_keys;    // what a query's candidates take: room for them, and neighbours begin in other banks
-  uint2* codes;         // [unit][windows][32 lanes]: of rows r and r + 8, one byte a subset
-  float2* units;        // [unit][32 lanes]: rows r and r + 8, log2 of the share that a weight of 1 is
+  bf16* weights;        // [unit][query][row_items]
+  float* bases;         // [unit][epoch][16]: reference values, log2 units; +inf where one had to move in an epoch
   float* lse2;          // [unit][16], log2 units; +inf in rows of no head, or with nothing before the own block
   uint32_t rep_stride;  // of neighbouring representatives, in elements; 0: on pages
   bool copy_engine;     // representatives come through the tensor map
   bool all;             // score even where the candidates all fit, because the scores are wanted
 };
 
+// Stages, of two windows, are taken in turns: the last, which is nearest to the queries, then from the first on. The
+// reference values follow before turns 1, 2, 4, 8 and so on: what lies between is an epoch.
+__host__ __device__ __forceinline__ int32_t StageOfTurn(int32_t turn, int32_t stages) {
+  return turn == 0 ? stages - 1 : turn - 1;
+}
+__device__ __forceinline__ int32_t TurnOfStage(int32_t stage, int32_t stages) {
+  return stage == stages - 1 ? 0 : stage + 1;
+}
+__device__ __forceinline__ int32_t EpochOfTurn(int32_t turn) { return 32 - __clz(turn); }
+__device__ __forceinline__ bool BeginsEpoch(int32_t turn) { return (turn & (turn - 1)) == 0; }
+
 __device__ __forceinline__ bool NeedsScores(const SelectArgs& args, int32_t b) {
   if (args.all) return !args.p.shape.Dense(b) && args.p.shape.Candidates(b) > 0;
   return !args.p.shape.ReadsAll(b);
 }
 
-// Row r of a unit whose first query is `q0` of the sequence: where its vector lies, or NULL where there is none.
+// Where the vector of a group's head `h` lies for query `q` of the sequence, or NULL where there is none.
 template <typename T>
-__device__ __forceinline__ const T* QueryRow(const SelectArgs& args, const SequenceView& view, int32_t head, int32_t q0,
-                                             int32_t r) {
-  const int32_t h = r / args.group.queries;
-  const int32_t q = q0 + r % args.group.queries;
+__device__ __forceinline__ const T* QueryRow(const SelectArgs& args, const SequenceView& view, int32_t head, int32_t h,
+                                             int32_t q) {
   if (h >= args.group.size || q >= view.q_len) return nullptr;
   return static_cast<const T*>(args.p.q.data) + (view.q_start + static_cast<int64_t>(q)) * args.p.q.token_stride +
          (static_cast<int64_t>(head) * args.group.size + h) * args.p.q.head_stride;
 }
 
-// What a lane keeps of the two rows it holds: over its own columns only, joined at the end.
+// What a lane keeps of the two rows it holds, r and r + 8 of the unit.
 struct RowPair {
-  float base[2], sum[2];  // reference value (log2 units, whole), and the sum of 2^(score - it)
-  int32_t b[2], end[2];   // first representatives of the own block, and of the block where the candidates end
+  float base[2];         // reference value (log2 units); +inf in rows of no head, whose weights are zero
+  float sum[2];          // of 2^(score - it), over the lane's own columns
+  int32_t b[2], end[2];  // first representatives of the own block, and of the block where the candidates end
 };
 
-template <int kParts>
-__device__ __forceinline__ void InitRows(const SelectArgs& args, const SequenceView& view, int32_t q0, int r,
-                                         RowPair& rows) {
+// Heads and queries of a unit's rows.
+template <bool kPair>
+struct UnitRows {
+  int32_t q0, head0;
+  __device__ UnitRows(const Group& group, int32_t tile_q0, int32_t unit)
+      : q0(tile_q0 + unit / group.pairs * group.unit_queries), head0(unit % group.pairs * 2) {
+    if (unit >= group.tile_units) head0 = group.size;  // nobody's
+  }
+  __device__ int32_t query(int32_t row) const { return q0 + (kPair ? row % 8 : row); }
+  __device__ int32_t head(int32_t row) const { return head0 + (kPair ? row / 8 : 0); }
+};
+
+template <int kParts, bool kPair>
+__device__ __forceinline__ void InitRows(const SelectArgs& args, const SequenceView& view, const UnitRows<kPair>& unit,
+                                         int r, RowPair& rows) {
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    const int32_t q = min(q0 + (r + 8 * e) % args.group.queries, view.q_len - 1);
-    const int32_t b = (view.first_position() + q) / kBlock;
-    rows.b[e] = b * kParts;
-    rows.end[e] = args.p.shape.CandidateEnd(b) * kParts;
-    rows.base[e] = -1e30f;  // below any score: the first one moves it
+    const bool used = unit.head0 < args.group.size;
+    const int32_t b = (view.first_position() + min(unit.query(r + 8 * e), view.q_len - 1)) / kBlock;
+    rows.b[e] = used ? b * kParts : 0;
+    rows.end[e] = used ? args.p.shape.CandidateEnd(b) * kParts : 0;
+    rows.base[e] = unit.head(r + 8 * e) < args.group.size ? 0.0f : INFINITY;
     rows.sum[e] = 0.0f;
   }
 }
 
 // A row's first reference value: its score at the last representative before its own block. Scores of real models may
-// grow by hundreds of powers of two towards the query (where keys have a large part in common, which RoPE turns); from
-// the first window on, the reference value would have to follow in most windows, and each time move the codes of all
-// windows before.
+// grow by hundreds of powers of two towards the query (where keys have a large part in common, which RoPE turns).
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void GuessBases(const SelectArgs& args, const SequenceView& view, int32_t kv_head,
                                            const uint4 (&words)[2][kRowPieces<kHeadDim>], int c, float scale2,
@@ -138,111 +166,135 @@ __device__ __forceinline__ void GuessBases(const SelectArgs& args, const Sequenc
     score[e] += __shfl_xor_sync(~0u, score[e], 1);
     score[e] += __shfl_xor_sync(~0u, score[e], 2);
     const float base = ceilf(score[e] * scale2);
-    if (t >= 0 && fabsf(base) < INFINITY) rows.base[e] = base;
+    if (t >= 0 && rows.base[e] < INFINITY && fabsf(base) < INFINITY) rows.base[e] = base;
   }
 }
 
-// The weights 2^(score - base) of a lane's scores of row e: their sum, and that of the best block in each subset (of
-// the block that a subset is a part of).
-template <int kParts>
-__device__ __forceinline__ float Weigh(const float (&acc)[8][4], int e, float scale2, float base, float (&most)[4]) {
-  float sum[4];
+// The weights of a lane's items in a window, two a word: of its query, or of its two where rows are single heads.
+template <int kParts, bool kPair>
+struct Weights {
+  static constexpr int kItems = 16 / ItemReps(kParts);
+  static constexpr int kRows = kPair ? 1 : 2;
+  uint32_t words[kRows][kItems / 2];
+};
+
+// The weights 2^(score - base) of a lane's scores, and their sums by row.
+template <int kParts, bool kPair>
+__device__ __forceinline__ void Weigh(const float (&acc)[8][4], const RowPair& rows, float scale2, float (&sum)[2],
+                                      Weights<kParts, kPair>& weights) {
+  constexpr int kRows = Weights<kParts, kPair>::kRows;
+  float four_before[2], item_before[kRows];
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    float x[4];
+    float x[2][4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = Exp2(fmaf(acc[2 * k + i / 2][2 * e + i % 2], scale2, -base));
+    for (int e = 0; e < 2; ++e) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[e][i] = Exp2(fmaf(acc[2 * k + i / 2][2 * e + i % 2], scale2, -rows.base[e]));
+    }
+    float item[kRows];
     if constexpr (kParts == 1) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sum[i] = k == 0 ? x[i] : sum[i] + x[i];
-      most[k] = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
-    } else {
-      const float first = x[0] + x[1], second = x[2] + x[3];
-      sum[k] = first + second;
-      most[k] = kParts == 2 ? fmaxf(first, second) : sum[k];
+      for (int e = 0; e < kRows; ++e) {
+        float y[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[i] = kPair ? x[0][i] + x[1][i] : x[e][i];
+        item[e] = fmaxf(fmaxf(y[0], y[1]), fmaxf(y[2], y[3]));
+      }
     }
-    asm volatile("" : "+f"(most[k]));  // now, while exponentials are under way: else all weights are kept for later
+    float two[2][2], four[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      two[e][0] = x[e][0] + x[e][1];
+      two[e][1] = x[e][2] + x[e][3];
+      four[e] = two[e][0] + two[e][1];
+    }
+#pragma unroll
+    for (int e = 0; e < kRows; ++e) {
+      if constexpr (kParts == 2) {
+        item[e] = kPair ? fmaxf(two[0][0] + two[1][0], two[0][1] + two[1][1]) : fmaxf(two[e][0], two[e][1]);
+      } else if constexpr (kParts == 4) {
+        item[e] = kPair ? four[0] + four[1] : four[e];
+      }
+    }
+    if (k % 2 == 0) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) four_before[e] = four[e];
+#pragma unroll
+      for (int e = 0; e < kRows; ++e) {
+        if constexpr (kParts < 8) item_before[e] = item[e];
+      }
+      continue;
+    }
+    const float eight[2] = {four_before[0] + four[0], four_before[1] + four[1]};
+#pragma unroll
+    for (int e = 0; e < kRows; ++e) {
+      if constexpr (kParts < 8) {
+        weights.words[e][k / 2] = Pack<bf16>(item_before[e], item[e]);
+      } else if (k == 3) {
+        weights.words[e][0] = kPair ? Pack<bf16>(sum[0] + sum[1], eight[0] + eight[1]) : Pack<bf16>(sum[e], eight[e]);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) sum[e] = k == 1 ? eight[e] : sum[e] + eight[e];
   }
-  if constexpr (kParts == 8) {
-    most[0] = most[1] = sum[0] + sum[1];
-    most[2] = most[3] = sum[2] + sum[3];
-  }
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// The codes of four subsets, in the order 0, 2, 1, 3: the cheapest to pack and to unpack.
-__device__ __forceinline__ uint32_t Encode(const float (&most)[4]) {
-  constexpr uint32_t kShift = static_cast<uint16_t>((1 - kCodeExponent * 4) * (1 << kCodeBits)) * 0x10001u;
-  constexpr uint32_t kLeast = (kLeastCode << kCodeBits) * 0x10001u;
-  const uint32_t low = __byte_perm(__float_as_uint(most[0]), __float_as_uint(most[1]), 0x7632);
-  const uint32_t high = __byte_perm(__float_as_uint(most[2]), __float_as_uint(most[3]), 0x7632);
-  const uint32_t x = __viaddmax_s16x2(low, kShift, kLeast), y = __viaddmax_s16x2(high, kShift, kLeast);
-  return (x >> kCodeBits & 0x00FF00FFu) | (y << (8 - kCodeBits) & 0xFF00FF00u);
-}
-__device__ __forceinline__ constexpr uint32_t CodeByte(int subset) {
-  return 0xFFu << (subset == 1 ? 16 : subset == 2 ? 8 : 8 * subset);
-}
-// Two codes as bfloat16: of subsets 0 and 1, or of 2 and 3.
-__device__ __forceinline__ __nv_bfloat162 Decode(uint32_t codes, int half) {
-  const uint32_t bits = (half == 0 ? codes << kCodeBits : codes >> (8 - kCodeBits)) & (0x00FF00FFu << kCodeBits);
-  return reinterpret_cast<const __nv_bfloat162&>(bits);
-}
-
-// Scores in or after a row's own block count for nothing. `first`: the lane's first column.
-__device__ __forceinline__ void MaskOwn(float (&acc)[8][4], const RowPair& rows, int32_t first) {
+// Scores of columns before `begin` and from `end` on count for nothing. `first`: the lane's first column.
+__device__ __forceinline__ void MaskOthers(float (&acc)[8][4], int32_t begin, const int32_t (&end)[2], int32_t first) {
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      if (first + i >= rows.b[e]) acc[i / 2][2 * e + i % 2] = -INFINITY;
+      if (first + i < begin || first + i >= end[e]) acc[i / 2][2 * e + i % 2] = -INFINITY;
     }
   }
 }
 
-// The codes of subsets without a candidate become 0: no bound.
-__device__ __forceinline__ uint2 MaskCodes(uint2 codes, const RowPair& rows, int32_t first, int32_t init) {
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const int32_t t = first + kSubset * k;
-    if (t + kSubset <= init || t >= rows.end[0]) codes.x &= ~CodeByte(k);
-    if (t + kSubset <= init || t >= rows.end[1]) codes.y &= ~CodeByte(k);
-  }
-  return codes;
-}
-
-// Takes in the scores of window w; returns its codes. The reference value of a row follows its scores only when the
-// weights of a window pass kMostWeight: fp32 has the range, and the exponentials need not wait for a maximum. The codes
-// of the windows before `codes` are moved with it.
-template <int kParts>
-__device__ __forceinline__ uint2 TakeWindow(const float (&acc)[8][4], RowPair& rows, float scale2, uint2* codes,
-                                            int w) {
-  float most[2][4], sum[2];
+// Takes in the scores of a window. The reference value of a row follows at once only where a weight passes kMostWeight;
+// the weights of its epoch are then relative to two values, and no bounds: `bases`, those of the epoch, say so.
+template <int kParts, bool kPair>
+__device__ __forceinline__ void TakeWindow(const float (&acc)[8][4], RowPair& rows, float scale2, float* bases,
+                                           int lane, Weights<kParts, kPair>& weights) {
+  float sum[2];
 #pragma unroll 1
   for (int attempt = 0;; ++attempt) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) sum[e] = Weigh<kParts>(acc, e, scale2, rows.base[e], most[e]);
+    Weigh<kParts, kPair>(acc, rows, scale2, sum, weights);
     // Once is enough, unless a score is no number.
     if (__all_sync(~0u, sum[0] < kMostWeight && sum[1] < kMostWeight) || attempt == 1) break;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
+      const uint32_t over = __ballot_sync(~0u, !(sum[e] < kMostWeight)) >> (lane & ~3) & 15u;
       float top = acc[0][2 * e];
 #pragma unroll
       for (int i = 1; i < 16; ++i) top = fmaxf(top, acc[i / 2][2 * e + i % 2]);
-      if (sum[e] < kMostWeight) continue;
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      if (over == 0) continue;
       const float base = ceilf(top * scale2);
-      const uint32_t steps = static_cast<uint32_t>(fminf(4.0f * (base - rows.base[e]), 255.0f));
-#pragma unroll 1
-      for (int i = 1; i <= w; ++i) {
-        uint32_t& word = e == 0 ? codes[-32 * i].x : codes[-32 * i].y;
-        word = __vmaxu4(__vsubus4(word, steps * 0x01010101u), __vminu4(word, kLeastCode * 0x01010101u));
-      }
       rows.sum[e] *= Exp2(rows.base[e] - base);
       rows.base[e] = base;
+      if (lane % 4 == 0) bases[lane / 4 + 8 * e] = INFINITY;
     }
   }
 #pragma unroll
   for (int e = 0; e < 2; ++e) rows.sum[e] += sum[e];
-  return make_uint2(Encode(most[0]), Encode(most[1]));
+}
+
+// The four lanes of each row agree on its sum so far, which becomes the reference value.
+__device__ __forceinline__ void BeginEpoch(RowPair& rows, float* bases, int lane) {
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    float total = rows.sum[e];
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    const float base = rows.base[e] + log2f(total);
+    if (total > 0.0f && fabsf(base) < INFINITY) {
+      rows.sum[e] *= Exp2(rows.base[e] - base);
+      rows.base[e] = base;
+    }
+    if (lane % 4 == 0) bases[lane / 4 + 8 * e] = rows.base[e];
+  }
 }
 
 // What a warp knows about its rows' windows.
@@ -256,60 +308,72 @@ struct WindowEnds {
         partial(__reduce_min_sync(~0u, min(rows.end[0], rows.end[1]))) {}
 };
 
-// One window of a warp, from scores to codes, which go to `codes`. `c`: the lane's place among the four of a row.
-template <int kParts>
+// One window of a warp, from scores to weights, which go to `weights`: the lane's first item in its first query's row.
+template <int kParts, bool kPair>
 __device__ __forceinline__ void TakeScores(float (&acc)[8][4], RowPair& rows, const WindowEnds& ends, float scale2,
-                                           uint2* codes, int w, int32_t init, int c) {
-  const int32_t first = w * kWindow, end = first + kWindow;
+                                           float* bases, bf16* weights, int64_t row_items, int w, int32_t init,
+                                           int lane) {
+  const int32_t first = w * kWindow, end = first + kWindow, own_first = first + lane % 4 * 16;
   if (first >= ends.none) return;
-  if (__builtin_expect(end > ends.own, 0)) MaskOwn(acc, rows, first + 16 * c);
-  uint2 taken = TakeWindow<kParts>(acc, rows, scale2, codes, w);
-  if (__builtin_expect(first < init || end > ends.partial, 0)) taken = MaskCodes(taken, rows, first + 16 * c, init);
-  *codes = taken;
+  if (__builtin_expect(end > ends.own, 0)) MaskOthers(acc, 0, rows.b, own_first);
+  Weights<kParts, kPair> taken;
+  TakeWindow<kParts, kPair>(acc, rows, scale2, bases, lane, taken);
+  if (__builtin_expect(first < init || end > ends.partial, 0)) {  // weights are of candidates alone
+    MaskOthers(acc, init, rows.end, own_first);
+    float sum[2];
+    Weigh<kParts, kPair>(acc, rows, scale2, sum, taken);
+  }
+  bf16* to = weights + w * (kWindow / ItemReps(kParts));
+#pragma unroll
+  for (int e = 0; e < taken.kRows; ++e) {
+    if constexpr (kParts == 8) {
+      *reinterpret_cast<uint32_t*>(to) = taken.words[e][0];
+    } else {
+      *reinterpret_cast<uint2*>(to) = make_uint2(taken.words[e][0], taken.words[e][1]);
+    }
+    to += 8 * row_items;
+  }
 }
 
 // Joins the four lanes of each row and writes the unit's log-sum-exp.
 __device__ __forceinline__ void FinishRows(const SelectArgs& args, const RowPair& rows, int64_t unit, int lane) {
-  float share[2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    float most = rows.base[e];
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-    float sum = rows.sum[e] * Exp2(rows.base[e] - most);
+    float sum = rows.sum[e];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    const int row = lane / 4 + 8 * e;
-    const bool real = row / args.group.queries < args.group.size;
-    const float lse = real && sum > 0.0f ? most + log2f(sum) : INFINITY;
-    if (lane % 4 == 0) args.lse2[unit * 16 + row] = lse;
-    share[e] = rows.base[e] - lse;
+    const float lse = sum > 0.0f ? rows.base[e] + log2f(sum) : INFINITY;
+    if (lane % 4 == 0) args.lse2[unit * 16 + lane / 4 + 8 * e] = lse;
   }
-  args.units[unit * 32 + lane] = make_float2(share[0], share[1]);
 }
 
 // A tile as both Statistics kernels see it.
 struct StatisticsTile {
   SequenceView view;
-  int32_t q0;       // first query, inside the sequence
-  int32_t windows;  // that hold a block before the last query's own
-  int64_t unit;     // first unit, in the buffers of this chunk
+  int32_t q0;      // first query, inside the sequence
+  int32_t stages;  // that hold a block before the last query's own
+  int64_t unit;    // first unit, in the buffers of this chunk
   bool work;
 };
+
+__device__ __forceinline__ int32_t TileStages(const SelectArgs& args, const SequenceView& view, int32_t q0) {
+  const int32_t last = min(q0 + args.group.tile_queries, view.q_len) - 1;
+  const int32_t reps = (view.first_position() + last) / kBlock * args.p.shape.parts;
+  return (reps + kStageWindows * kWindow - 1) / (kStageWindows * kWindow);
+}
 
 // The last tiles see the most representatives: they come first.
 __device__ __forceinline__ StatisticsTile FindStatisticsTile(const SelectArgs& args, int32_t place, int32_t head) {
   StatisticsTile tile;
   const int32_t index = args.tile_end - 1 - place;
-  const int32_t queries = kUnits * args.group.queries;
-  tile.q0 = FindTile(args.p.batch, index, queries, tile.view);
+  tile.q0 = FindTile(args.p.batch, index, args.group.tile_queries, tile.view);
   tile.work = tile.q0 >= 0;
   if (!tile.work) return tile;
-  const int32_t last = min(tile.q0 + queries, tile.view.q_len) - 1;
-  const int32_t b = (tile.view.first_position() + last) / kBlock;
-  tile.work = NeedsScores(args, b);
-  tile.windows = (b * args.p.shape.parts + kWindow - 1) / kWindow;
-  tile.unit = (static_cast<int64_t>(index - args.tile_begin) * args.p.shape.selection_heads + head) * kUnits;
+  const int32_t last = min(tile.q0 + args.group.tile_queries, tile.view.q_len) - 1;
+  tile.work = NeedsScores(args, (tile.view.first_position() + last) / kBlock);
+  tile.stages = TileStages(args, tile.view, tile.q0);
+  tile.unit =
+      (static_cast<int64_t>(index - args.tile_begin) * args.p.shape.selection_heads + head) * args.group.tile_units;
   return tile;
 }
 
@@ -339,7 +403,7 @@ __device__ __forceinline__ void CopyReps(const SelectArgs& args, const SequenceV
 constexpr int kPlainThreads = kUnits / 2 * 32;
 constexpr int kPlainStages = 3;
 
-template <typename T, int kHeadDim, int kParts>
+template <typename T, int kHeadDim, int kParts, bool kPair>
 __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __grid_constant__ SelectArgs args) {
   constexpr int kStages = kPlainStages;
   constexpr uint32_t kStageBytes = kWindow * kRowBytes<kHeadDim>;
@@ -355,40 +419,52 @@ __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __gri
   const float scale2 = args.p.shape.scale * kLog2e;
   const int32_t init = args.p.shape.init_blocks * kParts;
 
-  for (int s = 0; s < kStages - 1; ++s) {
-    if (s < tile.windows) {
-      CopyReps<T, kHeadDim, kWindow, kPlainThreads>(args, tile.view, kv_head, s * kWindow, reps_end,
-                                                    base + s * kStageBytes);
+  const int windows = tile.stages * kStageWindows;
+  const auto window_of_turn = [&](int turn) {
+    return StageOfTurn(turn / kStageWindows, tile.stages) * kStageWindows + turn % kStageWindows;
+  };
+  const auto copy = [&](int turn) {
+    if (turn < windows) {
+      CopyReps<T, kHeadDim, kWindow, kPlainThreads>(args, tile.view, kv_head, window_of_turn(turn) * kWindow, reps_end,
+                                                    base + turn % kStages * kStageBytes);
     }
     CommitCopies();
-  }
+  };
+  for (int turn = 0; turn < kStages - 1; ++turn) copy(turn);
 
   uint32_t a[2][kHeadDim / 16][4];
   RowPair rows[2];
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
-    const int32_t q0 = tile.q0 + (2 * warp + m) * args.group.queries;
+    const UnitRows<kPair> unit(args.group, tile.q0, 2 * warp + m);
     uint4 words[2][kRowPieces<kHeadDim>];
-    LoadRowWords<kHeadDim>(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c,
-                           words);
-    InitRows<kParts>(args, tile.view, q0, r, rows[m]);
+    LoadRowWords<kHeadDim>(QueryRow<T>(args, tile.view, head, unit.head(r), unit.query(r)),
+                           QueryRow<T>(args, tile.view, head, unit.head(r + 8), unit.query(r + 8)), c, words);
+    InitRows<kParts>(args, tile.view, unit, r, rows[m]);
     GuessBases<T, kHeadDim>(args, tile.view, kv_head, words, c, scale2, rows[m]);
     MakeOperand(words, c, a[m]);
   }
   const WindowEnds ends[2] = {WindowEnds(rows[0]), WindowEnds(rows[1])};
-  uint2* codes = args.codes + (tile.unit + 2 * warp) * args.windows * 32 + lane;
+  const int64_t unit0 = tile.unit + 2 * warp;
+  const int64_t unit_weights = static_cast<int64_t>(args.group.unit_queries) * args.row_items;
+  bf16* weights =
+      args.weights + unit0 * unit_weights + r * static_cast<int64_t>(args.row_items) + c * (16 / ItemReps(kParts));
+  float* bases = args.bases + unit0 * args.epochs * 16;
 
-  for (int w = 0; w < tile.windows; ++w) {
+  for (int turn = 0; turn < windows; ++turn) {
     WaitCopies<kStages - 2>();
     __syncthreads();
-    const int next = w + kStages - 1;
-    if (next < tile.windows) {
-      CopyReps<T, kHeadDim, kWindow, kPlainThreads>(args, tile.view, kv_head, next * kWindow, reps_end,
-                                                    base + next % kStages * kStageBytes);
+    copy(turn + kStages - 1);
+    const int stage_turn = turn / kStageWindows;
+    if (turn % kStageWindows == 0 && BeginsEpoch(stage_turn)) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        if (2 * warp + m >= args.group.tile_units) continue;
+        BeginEpoch(rows[m], bases + (m * args.epochs + EpochOfTurn(stage_turn)) * 16, lane);
+      }
     }
-    CommitCopies();
 
-    const uint32_t stage = base + w % kStages * kStageBytes;
+    const uint32_t stage = base + turn % kStages * kStageBytes;
     float acc[2][8][4] = {};
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
@@ -406,12 +482,15 @@ __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __gri
     }
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      TakeScores<kParts>(acc[m], rows[m], ends[m], scale2, codes + (static_cast<int64_t>(m) * args.windows + w) * 32, w,
-                         init, c);
+      TakeScores<kParts, kPair>(acc[m], rows[m], ends[m], scale2,
+                                bases + (m * args.epochs + EpochOfTurn(stage_turn)) * 16, weights + m * unit_weights,
+                                args.row_items, window_of_turn(turn), init, lane);
     }
   }
 #pragma unroll
-  for (int m = 0; m < 2; ++m) FinishRows(args, rows[m], tile.unit + 2 * warp + m, lane);
+  for (int m = 0; m < 2; ++m) {
+    if (2 * warp + m < args.group.tile_units) FinishRows(args, rows[m], unit0 + m, lane);
+  }
 }
 
 // Hopper: four warpgroups of 64 rows each consume, wgmma; a fifth copies. Exponentials (16 a clock) and products (16
@@ -419,11 +498,10 @@ __global__ __launch_bounds__(kPlainThreads, 1) void StatisticsKernel(const __gri
 // through the softmax.
 constexpr int kWgConsumers = kUnits * 32;
 constexpr int kWgThreads = kWgConsumers + 128;
-constexpr int kWgStageWindows = 2;
 constexpr int kWgStages = 4;
 
 [[maybe_unused]] __device__ __forceinline__ bool ByCopyEngine(const SelectArgs& args, int stage, int32_t reps_end) {
-  return args.copy_engine && (stage + 1) * kWindow * kWgStageWindows <= reps_end;
+  return args.copy_engine && (stage + 1) * kWindow * kStageWindows <= reps_end;
 }
 
 // Copies stages of representatives, in the order of WindowColumn; `before` stages went through the ring already. The
@@ -432,7 +510,7 @@ template <typename T, int kHeadDim>
 __device__ __forceinline__ void ProduceReps(const SelectArgs& args, const CUtensorMap& map, const SequenceView& view,
                                             int32_t kv_head, int stages, uint32_t before, uint32_t ring, uint32_t full,
                                             uint32_t empty) {
-  constexpr int kRows = kWindow * kWgStageWindows;
+  constexpr int kRows = kWindow * kStageWindows;
   constexpr int kPieces = kHeadDim / 8;
   constexpr int kAtOnce = 128 / kPieces;  // rows: 8 or 16
   const int thread = threadIdx.x - kWgConsumers;
@@ -446,19 +524,20 @@ __device__ __forceinline__ void ProduceReps(const SelectArgs& args, const CUtens
   const int column = row0 / 2 * 8 + row0 % 2;
   const uint32_t base = ring + (piece >> 3) * (kRows * 128) + column * 128;
   const uint32_t swizzle = ((piece & 7) ^ (row0 % 2)) << 4;
-  for (int s = 0; s < stages; ++s) {
-    const uint32_t slot = (before + s) % kWgStages, round = (before + s) / kWgStages;
+  for (int turn = 0; turn < stages; ++turn) {
+    const int s = StageOfTurn(turn, stages);
+    const uint32_t slot = (before + turn) % kWgStages, round = (before + turn) / kWgStages;
     const uint32_t place = slot * (kRows * kHeadDim * 2), arrived = full + slot * 8;
     BarrierWait(empty + slot * 8, (round + 1) & 1);
     if (ByCopyEngine(args, s, end)) {
       if (thread == 0) {
         BarrierArriveExpecting(arrived, kRows * kHeadDim * 2);
 #pragma unroll
-        for (int i = 0; i < kWgStageWindows * kHeadDim / 64; ++i) {
-          const int window = i % kWgStageWindows, panel = i / kWgStageWindows;
+        for (int i = 0; i < kStageWindows * kHeadDim / 64; ++i) {
+          const int window = i % kStageWindows, panel = i / kStageWindows;
           CopyTensor5(ring + place + (panel * kRows + window * kWindow) * 128, &map, arrived,
                       kv_head * static_cast<int32_t>(args.p.reps.head_stride) + panel * 64, 0,
-                      (s * kWgStageWindows + window) * (kWindow / 16), 0, static_cast<int32_t>(start));
+                      (s * kStageWindows + window) * (kWindow / 16), 0, static_cast<int32_t>(start));
         }
       } else {
         BarrierArrive(arrived);
@@ -485,11 +564,11 @@ __device__ __forceinline__ void ProduceReps(const SelectArgs& args, const CUtens
 
 // One CTA per multiprocessor takes tile after tile: the copies of the next one's representatives are under way when it
 // begins.
-template <typename T, int kHeadDim, int kParts>
+template <typename T, int kHeadDim, int kParts, bool kPair>
 __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __grid_constant__ SelectArgs args,
                                                                        const __grid_constant__ CUtensorMap map) {
 #ifdef PHSA_SM90A
-  constexpr int kRows = kWindow * kWgStageWindows;
+  constexpr int kRows = kWindow * kStageWindows;
   constexpr uint32_t kStageBytes = kRows * kRowBytes<kHeadDim>;
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ uint64_t barriers[2 * kWgStages];
@@ -512,9 +591,8 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
       const int32_t item = ItemOfTurn(turn);
       const StatisticsTile tile = FindStatisticsTile(args, item / heads, item % heads);
       if (!tile.work) continue;
-      const int stages = (tile.windows + kWgStageWindows - 1) / kWgStageWindows;
-      work(tile, item % heads, stages, before);
-      before += stages;
+      work(tile, item % heads, tile.stages, before);
+      before += tile.stages;
     }
   };
   if (threadIdx.x >= kWgConsumers) {
@@ -534,24 +612,33 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
   each_tile([&](const StatisticsTile& tile, int32_t head, int stages, uint32_t before) {
     uint32_t a[kHeadDim / 16][4];
     RowPair rows;
-    const int32_t q0 = tile.q0 + warp * args.group.queries;
+    const UnitRows<kPair> unit(args.group, tile.q0, warp);
     uint4 words[2][kRowPieces<kHeadDim>];
-    LoadRowWords<kHeadDim>(QueryRow<T>(args, tile.view, head, q0, r), QueryRow<T>(args, tile.view, head, q0, r + 8), c,
-                           words);
-    InitRows<kParts>(args, tile.view, q0, r, rows);
+    LoadRowWords<kHeadDim>(QueryRow<T>(args, tile.view, head, unit.head(r), unit.query(r)),
+                           QueryRow<T>(args, tile.view, head, unit.head(r + 8), unit.query(r + 8)), c, words);
+    InitRows<kParts>(args, tile.view, unit, r, rows);
     GuessBases<T, kHeadDim>(args, tile.view, head / args.group.kv_div, words, c, scale2, rows);
     MakeOperand(words, c, a);
     const WindowEnds ends(rows);
     const int32_t reps_end = tile.view.kv_len / kBlock * kParts;
-    uint2* codes = args.codes + (tile.unit + warp) * args.windows * 32 + lane;
-    for (int s = 0; s < stages; ++s) {
-      const uint32_t slot = (before + s) % kWgStages, round = (before + s) / kWgStages;
+    const bool used = warp < args.group.tile_units;
+    const int64_t row_items = args.row_items;
+    bf16* weights =
+        args.weights + ((tile.unit + warp) * args.group.unit_queries + r) * row_items + c * (16 / ItemReps(kParts));
+    float* bases = args.bases + (tile.unit + warp) * args.epochs * 16 - 16;
+    for (int turn = 0; turn < stages; ++turn) {
+      const int s = StageOfTurn(turn, stages);
+      const uint32_t slot = (before + turn) % kWgStages, round = (before + turn) / kWgStages;
+      if (__builtin_expect(BeginsEpoch(turn), 0)) {
+        bases += 16;
+        if (used) BeginEpoch(rows, bases, lane);
+      }
       BarrierWait(full + slot * 8, round & 1);
       if (!ByCopyEngine(args, s, reps_end)) FenceAsyncProxy();
       // The shuffle tells the compiler that the warp agrees on it: descriptors then live in uniform registers.
       const uint64_t stage = Descriptor(__shfl_sync(~0u, base + slot * kStageBytes, 0), 16, 1024);
 #pragma unroll
-      for (int i = 0; i < kWgStageWindows; ++i) {
+      for (int i = 0; i < kStageWindows; ++i) {
         float acc[8][4];
         WgmmaFence();
 #pragma unroll
@@ -562,12 +649,12 @@ __global__ __launch_bounds__(kWgThreads, 1) void StatisticsWgmmaKernel(const __g
         WgmmaCommit();
         WgmmaWait<0>();
         Pin(acc);
-        if (i + 1 == kWgStageWindows && lane == 0) BarrierArrive(empty + slot * 8);
-        TakeScores<kParts>(acc, rows, ends, scale2, codes, s * kWgStageWindows + i, init, c);
-        codes += 32;
+        if (i + 1 == kStageWindows && lane == 0) BarrierArrive(empty + slot * 8);
+        TakeScores<kParts, kPair>(acc, rows, ends, scale2, bases, weights, row_items, s * kStageWindows + i, init,
+                                  lane);
       }
     }
-    FinishRows(args, rows, tile.unit + warp, lane);
+    if (used) FinishRows(args, rows, tile.unit + warp, lane);
   });
 #else
   __trap();  // compiled for another target: a wrong result must not look like one
@@ -833,79 +920,43 @@ __device__ __forceinline__ float PruneAll(uint64_t* candidates, int list_keys, i
   return drops ? worst : floor;
 }
 
-// A warp's shared memory: candidates (before them, the histogram), their counts, queries that are ranked by logarithms,
-// the subsets to score, and which were.
+// A warp's shared memory: candidates (before them, the largest bounds), their counts, queries that are ranked by
+// logarithms, the queries' thresholds, the subsets to score, and what makes bounds of weights.
 struct ChooseShared {
-  int counts, faint, list, taken, bytes;  // where they begin, and the end
-  __host__ __device__ constexpr ChooseShared(int queries, int list_keys, int windows)
-      : counts(queries * list_keys * 8 > 32 * (kBins / (32 / queries) + 4) * 4 ? queries * list_keys * 8
-                                                                               : 32 * (kBins / (32 / queries) + 4) * 4),
+  int counts, faint, thresholds, list, bounds, bytes;  // where they begin, and the end
+  __host__ __device__ constexpr ChooseShared(int queries, int list_keys, int units_epochs)
+      : counts(queries * list_keys * 8),
         faint(counts + 64),
-        list(faint + 80),
-        taken(list + (kList + 4) * 4),
-        bytes(taken + (windows + 7) / 8 * 16) {}
+        thresholds(faint + 80),
+        list(thresholds + 64),
+        bounds(list + (kList + 4) * 4),
+        bytes(bounds + units_epochs * static_cast<int>(sizeof(uint4))) {}
 };
 
+// What makes bounds of the weights of a query's pair of heads in an epoch; the two halves of a word are the same.
+struct Factors {
+  uint32_t low, high;  // of the score, per weight
+  uint32_t more;       // added to the bound from above: +inf where weights are no bounds
+  uint32_t unused;
+};
+
+__device__ __forceinline__ __nv_bfloat162 Pair(uint32_t bits) { return reinterpret_cast<const __nv_bfloat162&>(bits); }
 __device__ __forceinline__ uint32_t Bits(__nv_bfloat162 x) { return reinterpret_cast<const uint32_t&>(x); }
 
-// What bounds are compared with, rounded down.
-__device__ __forceinline__ __nv_bfloat162 PackThreshold(float x) {
-  const uint32_t both = Pack<bf16>(x * (1.0f - 0x1p-8f), x * (1.0f - 0x1p-8f));
-  return reinterpret_cast<const __nv_bfloat162&>(both);
-}
+// One warp takes 16 rows. A lane (r, c) follows the query of its row r; with groups of one, that of row r + 8 as well.
+constexpr uint32_t kNone = 0x7FFF7FFFu;  // no numbers: a threshold that nothing reaches
 
-// Upper bounds of a lane's query's scores at its four subsets of a window, two a register.
-template <int kPadded>
-struct Bounds {
-  static constexpr int kFollowed = kPadded == 1 ? 2 : 1;
-  __nv_bfloat162 pair[kFollowed][2];
-
-  __device__ __forceinline__ Bounds(uint2 codes, const __nv_bfloat162 (&unit)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const __nv_bfloat162 x = __hmul2(Decode(codes.x, half), unit[0]);
-      if constexpr (kPadded == 1) {
-        pair[0][half] = x;
-        pair[kFollowed - 1][half] = __hmul2(Decode(codes.y, half), unit[1]);
-      } else {
-        __nv_bfloat162 sum = __hfma2(Decode(codes.y, half), unit[1], x);
-        if constexpr (kPadded >= 4) sum = __hadd2(sum, __shfl_xor_sync(~0u, sum, 16));
-        if constexpr (kPadded >= 8) sum = __hadd2(sum, __shfl_xor_sync(~0u, sum, 8));
-        if constexpr (kPadded >= 16) sum = __hadd2(sum, __shfl_xor_sync(~0u, sum, 4));
-        pair[0][half] = sum;
-      }
-    }
-  }
-  // Bits 0 and 2 of the low half and 1 and 3 of the high half: subsets whose bound reaches a threshold.
-  __device__ __forceinline__ uint32_t Reach(const __nv_bfloat162 (&thresholds)[kFollowed]) const {
-    uint32_t reached = 0;
-#pragma unroll
-    for (int f = 0; f < kFollowed; ++f) {
-      reached |= (__hge2_mask(pair[f][0], thresholds[f]) & 0x00020001u) |
-                 (__hge2_mask(pair[f][1], thresholds[f]) & 0x00080004u);
-    }
-    return reached;
-  }
-};
-
-// Bins of bounds: halves of a power of two, from 2^6 down to 2^-58. Bounds below give no threshold: all is scored.
-constexpr int kBinBits = 22;  // of a float that are dropped
-constexpr int kTopBin = (127 + 6) * 2 - 1;
-__device__ __forceinline__ float BinEnd(int bin) {
-  return __uint_as_float(static_cast<uint32_t>(kTopBin - bin) << kBinBits);
-}
-
-// One warp a unit. A lane (r, c) follows the query of its row r; with groups of one, that of row r + 8 as well.
 template <typename T, int kHeadDim, int kPadded>
 __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __grid_constant__ SelectArgs args) {
   constexpr int kQueries = 16 / kPadded;
   constexpr int kFollowed = kPadded == 1 ? 2 : 1;
   constexpr int kLanes = 32 / kQueries;
+  constexpr int kMostPairs = kPadded <= 2 ? 1 : kPadded / 2;
   extern __shared__ __align__(1024) uint8_t shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int r = lane / 4, c = lane % 4;
-  const int list_keys = args.list_keys;
-  const ChooseShared layout(kQueries, list_keys, args.windows);
+  const int list_keys = args.list_keys, pairs = args.group.pairs;
+  const ChooseShared layout(kQueries, list_keys, kQueries * pairs * args.epochs);
   uint8_t* own_shared = shared + warp * layout.bytes;
   uint64_t* candidates = reinterpret_cast<uint64_t*>(own_shared);
   int* counts = reinterpret_cast<int*>(own_shared + layout.counts);
@@ -913,20 +964,25 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
   // rank by logarithms: kept in a register, that would spill.
   int* faint = reinterpret_cast<int*>(own_shared + layout.faint);
   volatile int* by_logs = faint + 16;
+  uint32_t* thresholds = reinterpret_cast<uint32_t*>(own_shared + layout.thresholds);
   int32_t* list = reinterpret_cast<int32_t*>(own_shared + layout.list);
-  uint32_t* taken = reinterpret_cast<uint32_t*>(own_shared + layout.taken);
+  Factors* factors = reinterpret_cast<Factors*>(own_shared + layout.bounds);  // [query][pair][epoch]
 
   const Shape& shape = args.p.shape;
-  const int32_t index = args.tile_end - 1 - static_cast<int32_t>(blockIdx.x) / (kUnits / kChooseWarps);
-  const int unit_in_tile = static_cast<int>(blockIdx.x) % (kUnits / kChooseWarps) * kChooseWarps + warp;
+  const int32_t tile_blocks = args.group.tile_queries / (kQueries * kChooseWarps);  // CTAs
+  const int32_t index = args.tile_end - 1 - static_cast<int32_t>(blockIdx.x) / tile_blocks;
   const int32_t head = blockIdx.y;
   SequenceView view;
-  const int32_t tile_q0 = FindTile(args.p.batch, index, kUnits * kQueries, view);
+  const int32_t tile_q0 = FindTile(args.p.batch, index, args.group.tile_queries, view);
   if (tile_q0 < 0) return;
-  const int32_t q0 = tile_q0 + unit_in_tile * kQueries;
+  const int32_t in_tile = (static_cast<int32_t>(blockIdx.x) % tile_blocks * kChooseWarps + warp) * kQueries;
+  const int32_t q0 = tile_q0 + in_tile;
   if (q0 >= view.q_len) return;
-  const int64_t unit =
-      (static_cast<int64_t>(index - args.tile_begin) * shape.selection_heads + head) * kUnits + unit_in_tile;
+  // All queries of a warp are in the same units of Statistics, one for each pair of heads.
+  const int64_t unit0 =
+      (static_cast<int64_t>(index - args.tile_begin) * shape.selection_heads + head) * args.group.tile_units +
+      in_tile / args.group.unit_queries * pairs;
+  const int32_t row0 = in_tile % args.group.unit_queries;
   const int32_t top_k = shape.top_k, init = shape.init_blocks;
   const int64_t list0 = ((view.q_start + static_cast<int64_t>(q0)) * shape.selection_heads + head) * top_k;
   const int64_t list_stride = static_cast<int64_t>(shape.selection_heads) * top_k;
@@ -960,147 +1016,166 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
 
   const int32_t last = min(q0 + kQueries, view.q_len) - 1;
   const int shift = 31 - __clz(shape.parts);  // from representatives to blocks
-  const int32_t reps_end = shape.CandidateEnd((view.first_position() + last) / kBlock) << shift;
-  const int w_begin = (init << shift) / kWindow, windows = (reps_end + kWindow - 1) / kWindow - w_begin;
-  const uint2* codes = args.codes + (unit * args.windows + w_begin) * 32 + lane;
-  __nv_bfloat162 share[2];
-  {
-    const float2 log_share = args.units[unit * 32 + lane];
-    share[0] = __float2bfloat162_rn(Exp2(log_share.x + kCodeExponent) * (1.0f + kUp));
-    share[1] = __float2bfloat162_rn(Exp2(log_share.y + kCodeExponent) * (1.0f + kUp));
-  }
-  // Calls take(first of two windows, bounds of the one and of the other); windows beyond the last have codes of 0.
-  constexpr int kBatch = 8;  // windows whose codes are under way
-  const auto load_codes = [&](int w0, uint2(&batch)[kBatch]) {
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) batch[i] = w0 + i < windows ? codes[(w0 + i) * 32] : uint2{};
-  };
-  // Goes on from window w0, while take() returns true.
-  const auto each_pair = [&](int& w0, auto&& take) {
-    uint2 next[kBatch];
-    load_codes(w0, next);
-    for (bool more = true; more && w0 < windows; w0 += kBatch) {
-      uint2 batch[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) batch[i] = next[i];
-      load_codes(w0 + kBatch, next);
-#pragma unroll
-      for (int i = 0; i < kBatch; i += 2) {
-        if (i == 0 || w0 + i < windows) {
-          more = take(w0 + i, Bounds<kPadded>(batch[i], share), Bounds<kPadded>(batch[i + 1], share));
-        }
-      }
+  const int32_t last_end = shape.CandidateEnd((view.first_position() + last) / kBlock), reps_end = last_end << shift;
+  const int32_t stages = TileStages(args, view, tile_q0);
+  const int32_t epochs = EpochOfTurn(stages - 1) + 1;
+  if (lane < kQueries) thresholds[lane] = kNone;
+  for (int i = lane; i < kQueries * pairs * epochs; i += 32) {
+    const int epoch = i % epochs, pair = i / epochs % pairs, query = i / epochs / pairs;
+    float low = INFINITY, high = 0.0f, more = 0.0f;
+    for (int h = 2 * pair; h < min(2 * pair + 2, args.group.size); ++h) {
+      const int row = row0 + query + h % 2 * 8;
+      const float base = args.bases[((unit0 + pair) * args.epochs + epoch) * 16 + row];
+      const float factor = Exp2(base - args.lse2[(unit0 + pair) * 16 + row]);
+      low = fminf(low, factor);
+      high = fmaxf(high, factor);
+      if (!(base < INFINITY)) more = INFINITY;
     }
-  };
+    if (more > 0.0f) low = high = 0.0f;
+    low *= (1.0f - kSlack) / (shape.group_max ? args.group.size : 1);
+    high *= 1.0f + kSlack;
+    factors[i] = {Pack<bf16>(low, low), Pack<bf16>(high, high), Pack<bf16>(more, more), 0};
+  }
+  __syncwarp();
 
-  // Pass 1: a histogram of the bounds; of single subsets, or where there are many of the best of 16 neighbours.
-  constexpr int kChunk = kBins / kLanes;  // bins that a lane will count; padded, so that the lanes' are in other banks
-  uint32_t* histogram = reinterpret_cast<uint32_t*>(own_shared);
-  for (int i = lane; i < 32 * (kChunk + 4) / 4; i += 32) reinterpret_cast<uint4*>(histogram)[i] = uint4{};
-  __syncwarp();
-  constexpr uint32_t kQueryWords = kLanes * (kChunk + 4);
-  const auto count = [&](int f, uint32_t bits) {
-    // What lies below the last bin, and what is no number, goes into the padding.
-    const uint32_t bin = kTopBin - (bits >> (kBinBits - 16));
-    uint32_t at = min(bin + bin / kChunk * 4, kQueryWords - 1);
-    if (kPadded >= 4 && r >= kQueries) at = kQueryWords - 1;
-    atomicAdd(&histogram[(r + 8 * f) % kQueries * kQueryWords + at], 1u);
+  // Weights of eight items: vector v of a row; and what goes with them.
+  const int item_reps = ItemReps(shape.parts), vectors = (reps_end + 8 * item_reps - 1) / (8 * item_reps);
+  const int stage_shift = shift == 3 ? 1 : 2;  // from vectors to stages
+  const auto row_weights = [&](int q, int pair) {
+    return reinterpret_cast<const uint4*>(args.weights + ((unit0 + pair) * args.group.unit_queries + row0 + q) *
+                                                             static_cast<int64_t>(args.row_items));
   };
-  const bool fine = windows <= 16;
-  {
-    int w0 = 0;
-    each_pair(w0, [&](int, const Bounds<kPadded>& x, const Bounds<kPadded>& y) {
+  const auto epoch_of = [&](int v) { return EpochOfTurn(TurnOfStage(v >> stage_shift, stages)); };
+
+  // Where an item is several blocks and a group several pairs of heads, the pairs may mean different blocks: the sum of
+  // their weights is then no bound from below, but that divided by their number is. A guess between the two mostly
+  // does.
+  const bool guesses = pairs > 1 && shape.parts < 4;
+  // Pass 1: of every query, the K-th largest bound from below. That of the largest ones of 128 disjoint sets (256, for
+  // a large K) is hardly less. At least K blocks reach it, so it is a threshold, never too high.
+  const int set_words = top_k <= 16 ? 2 : 4;  // of a lane; two sets a word
+  uint32_t* maxima = reinterpret_cast<uint32_t*>(own_shared);
+  constexpr int kAhead = kMostPairs >= 4 ? 1 : 4 / kMostPairs;  // vectors whose weights are under way
+#pragma unroll 2
+  for (int q = 0; q < kQueries; ++q) {
+    __nv_bfloat162 most[4];
 #pragma unroll
-      for (int f = 0; f < kFollowed; ++f) {
-        if (fine) {
+    for (int j = 0; j < 4; ++j) most[j] = Pair(0);
+    for (int v0 = lane; v0 < vectors; v0 += 32 * kAhead) {
+      uint4 weights[kAhead][kMostPairs];
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            count(f, Bits(x.pair[f][half]) & 0xFFFFu);
-            count(f, Bits(x.pair[f][half]) >> 16);
-            count(f, Bits(y.pair[f][half]) & 0xFFFFu);
-            count(f, Bits(y.pair[f][half]) >> 16);
-          }
-        } else {
-          const uint32_t p = Bits(__hmax2(x.pair[f][0], x.pair[f][1]));
-          const uint32_t q = Bits(__hmax2(y.pair[f][0], y.pair[f][1]));
-          count(f, max(p & 0xFFFFu, p >> 16));
-          count(f, max(q & 0xFFFFu, q >> 16));
+      for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+        for (int pair = 0; pair < kMostPairs; ++pair) {
+          const bool there = v0 + 32 * i < vectors && (kMostPairs == 1 || pair < pairs);
+          weights[i][pair] = there ? row_weights(q, pair)[v0 + 32 * i] : uint4{};
         }
       }
-      return true;
-    });
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (v0 + 32 * i >= vectors) break;
+        const int epoch = epoch_of(v0 + 32 * i);
+        __nv_bfloat162 low[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) low[j] = Pair(0);
+#pragma unroll
+        for (int pair = 0; pair < kMostPairs; ++pair) {
+          if (kMostPairs > 1 && pair >= pairs) break;
+          const __nv_bfloat162 factor = Pair(factors[(q * pairs + pair) * epochs + epoch].low);
+          const uint4 x = weights[i][pair];
+          low[0] = __hfma2(Pair(x.x), factor, low[0]);
+          low[1] = __hfma2(Pair(x.y), factor, low[1]);
+          low[2] = __hfma2(Pair(x.z), factor, low[2]);
+          low[3] = __hfma2(Pair(x.w), factor, low[3]);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) most[j] = __hmax2(most[j], low[j]);
+      }
+    }
+    // Neighbouring items are in different sets: they are often alike.
+    uint32_t* own = maxima + q * 2 * list_keys;
+    if (set_words == 2) {
+      *reinterpret_cast<uint2*>(own + 2 * lane) =
+          make_uint2(Bits(__hmax2(most[0], most[2])), Bits(__hmax2(most[1], most[3])));
+    } else {
+      *reinterpret_cast<uint4*>(own + 4 * lane) =
+          make_uint4(Bits(most[0]), Bits(most[1]), Bits(most[2]), Bits(most[3]));
+    }
   }
   __syncwarp();
-  // The K-th largest bound is a guess at the K-th score, a little lower as bounds are higher than scores. A larger
-  // bound, that fewer reach, says which subsets are scored first: they hold most of the best K.
-  float guess[kFollowed], first_threshold[kFollowed];
+  float threshold[kFollowed];
   {
-    const uint4* own = reinterpret_cast<const uint4*>(histogram + lane * (kChunk + 4));
-    uint32_t sum = 0;
-#pragma unroll
-    for (int i = 0; i < kChunk / 4; ++i) sum += own[i].x + own[i].y + own[i].z + own[i].w;
-    uint32_t total = sum;
-#pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) {
-      const uint32_t x = __shfl_up_sync(~0u, total, step, kLanes);
-      if (lane % kLanes >= step) total += x;
+    // kLanes lanes search for a query. Bounds are not negative: upper halves of floats, ordered as they are.
+    const uint4* own = reinterpret_cast<const uint4*>(maxima + lane / kLanes * 2 * list_keys);
+    const auto each = [&](auto&& take) {
+#pragma unroll 4
+      for (int i = lane % kLanes; i < 32 / 4 * set_words; i += kLanes) {
+        const uint4 x = own[i];
+        take(Pair(x.x));
+        take(Pair(x.y));
+        take(Pair(x.z));
+        take(Pair(x.w));
+      }
+    };
+    __nv_bfloat162 most = Pair(0);
+    each([&](__nv_bfloat162 x) { most = __hmax2(most, x); });
+    // At least K reach `low`, fewer reach `high`.
+    uint32_t low = 0, high = max(Bits(most) & 0xFFFFu, Bits(most) >> 16) + 1;
+    high = ReduceLanes<kLanes>(high, [](uint32_t x, uint32_t y) { return max(x, y); });
+    constexpr uint32_t kNear = 8 << 7;  // powers of two below the largest
+    uint32_t tried = high > kNear ? high - kNear : high / 2;
+    bool open = high > 1;
+#pragma unroll 1
+    while (__any_sync(~0u, open)) {
+      __nv_bfloat162 reach = Pair(0);
+      each([&](__nv_bfloat162 x) { reach = __hadd2(reach, __hge2(x, Pair(tried * 0x10001u))); });
+      const float2 two = __bfloat1622float2(reach);
+      const int count = static_cast<int>(ReduceLanes<kLanes>(two.x + two.y, [](float x, float y) { return x + y; }));
+      if (open) {
+        (count >= top_k ? low : high) = tried;
+        open = count != top_k && high - low > 4;
+      }
+      tried = low + (high - low) / 2;
     }
-    total -= sum;
-    // The bins up to which fewer bounds lie than wanted; with eight parts a block has two where single ones are
-    // counted.
-    const int bounds = fine && shift == 3 ? 2 * top_k : top_k;
-    int bin = 0, first_bin = 0;
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      const uint4 four = own[i / 4];
-      total += i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
-      bin += total < static_cast<uint32_t>(bounds);
-      first_bin += total < static_cast<uint32_t>((5 * bounds + 7) / 8);
-    }
-    const auto add = [](int x, int y) { return x + y; };
-    bin = ReduceLanes<kLanes>(bin, add);
-    first_bin = ReduceLanes<kLanes>(first_bin, add);
-    // Too high a guess costs another try, too low a one too many candidates; with a small K there is room for those.
-    // From four parts on a bound is that of one block, at most 1.28 times its score (a code's step, and kUp).
-    constexpr float kLow = kPadded <= 2 ? 0.75f : kPadded <= 8 ? 0.65f : 0.55f;
-    const float part_of_bound = shift >= 2 ? 0.78f : kLow * (top_k <= 8 ? 0.65f : 1.0f);
-    const float low = part_of_bound * (shape.group_max ? 0.5f : 1.0f);
-    const float found = bin < kBins ? low * BinEnd(bin) : 0.0f;
-    const float first_found = first_bin < kBins ? fmaxf(BinEnd(first_bin), found) : 0.0f;
-    // Lanes that follow no query have thresholds that nothing reaches.
+    if (guesses) low = __float_as_uint(kGuess * __uint_as_float(low << 16)) >> 16;
+    // So small a one that bounds themselves may be zero: all candidates are looked at.
+    if (__uint_as_float(low << 16) < 2.0f * kLeastScore) low = 0;
 #pragma unroll
     for (int f = 0; f < kFollowed; ++f) {
-      const int from = (r + 8 * f) % kQueries * kLanes;
+      const int query = (r + 8 * f) % kQueries;
+      const uint32_t found = __shfl_sync(~0u, low, query * kLanes);
       const bool follows = active[f] && r + 8 * f < kQueries;
-      const float x = __shfl_sync(~0u, found, from), y = __shfl_sync(~0u, first_found, from);
-      guess[f] = follows ? x : INFINITY;
-      first_threshold[f] = follows ? y : INFINITY;
+      threshold[f] = follows ? __uint_as_float(found << 16) : INFINITY;
+      if (follows && c == 0) thresholds[query] = found * 0x10001u;
     }
   }
+  __syncwarp();
 
   // A in an order of k that lets every lane load 16 bytes at once; B is loaded in the same order.
   constexpr int kLoads = kRowPieces<kHeadDim>;
   uint4 a0[kLoads], a1[kLoads];
   {
-    const T* row0 = QueryRow<T>(args, view, head, q0, r);
-    const T* row1 = QueryRow<T>(args, view, head, q0, r + 8);
+    const T* first = QueryRow<T>(args, view, head, r / kQueries, q0 + r % kQueries);
+    const T* second = QueryRow<T>(args, view, head, (r + 8) / kQueries, q0 + (r + 8) % kQueries);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const bool there = HasPiece<kHeadDim>(i * 4 + c);
-      a0[i] = row0 && there ? *reinterpret_cast<const uint4*>(row0 + (i * 4 + c) * 8) : uint4{};
-      a1[i] = row1 && there ? *reinterpret_cast<const uint4*>(row1 + (i * 4 + c) * 8) : uint4{};
+      a0[i] = first && there ? *reinterpret_cast<const uint4*>(first + (i * 4 + c) * 8) : uint4{};
+      a1[i] = second && there ? *reinterpret_cast<const uint4*>(second + (i * 4 + c) * 8) : uint4{};
     }
   }
-  const float lse0 = args.lse2[unit * 16 + r], lse1 = args.lse2[unit * 16 + r + 8];
+  const auto row_lse = [&](int row) {
+    const int h = row / kQueries;
+    if (h >= args.group.size) return INFINITY;
+    return args.lse2[(unit0 + h / 2) * 16 + row0 + row % kQueries + h % 2 * 8];
+  };
+  const float lse0 = row_lse(r), lse1 = row_lse(r + 8);
   const float scale2 = shape.scale * kLog2e;
   const T* reps = static_cast<const T*>(args.p.reps.data) + head / args.group.kv_div * args.p.reps.head_stride + c * 8;
   // Rows at a fixed stride, as they mostly are, cost one multiplication.
   const uint32_t stride = args.rep_stride;
   if (stride != 0) reps += args.p.batch.rep_starts[view.seq] * args.p.reps.token_stride;
 
-  float threshold[kFollowed];
-#pragma unroll
-  for (int f = 0; f < kFollowed; ++f) threshold[f] = guess[f];
   const int room = list_keys - 2 - 16;
   const auto raise = [&](int f, float worst) {
     if (threshold[f] < INFINITY) threshold[f] = fmaxf(threshold[f], worst);
@@ -1180,23 +1255,23 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       }
       uint32_t found = 0;
       float scores[kFollowed][4];  // [followed query][product · 2 + column]
-      const bool logs = *by_logs != 0;
       // What a group makes of its heads' weights, or of their logarithms: of rows r and r + 8 of this lane.
       const auto join = [&](int m, float x0, float x1) {
-        if (__builtin_expect(logs, 0)) {
-          if constexpr (kPadded == 1) {
-            scores[0][m] = RankOfLog(x0);
-            scores[kFollowed - 1][m] = RankOfLog(x1);
-          } else {
-            const float top = GroupMax<kPadded>(fmaxf(x0, x1));
-            const float sum = GroupSum<kPadded>(Exp2(x0 - top) + Exp2(x1 - top));
-            scores[0][m] = RankOfLog(shape.group_max ? top : top + log2f(sum));
-          }
-        } else if constexpr (kPadded == 1) {
+        if constexpr (kPadded == 1) {
           scores[0][m] = x0;
           scores[kFollowed - 1][m] = x1;
         } else {
           scores[0][m] = shape.group_max ? GroupMax<kPadded>(fmaxf(x0, x1)) : GroupSum<kPadded>(x0 + x1);
+        }
+      };
+      const auto join_logs = [&](int m, float x0, float x1) {
+        if constexpr (kPadded == 1) {
+          scores[0][m] = RankOfLog(x0);
+          scores[kFollowed - 1][m] = RankOfLog(x1);
+        } else {
+          const float top = GroupMax<kPadded>(fmaxf(x0, x1));
+          const float sum = GroupSum<kPadded>(Exp2(x0 - top) + Exp2(x1 - top));
+          scores[0][m] = RankOfLog(shape.group_max ? top : top + log2f(sum));
         }
       };
       const auto look = [&](int m, int32_t block, bool own) {
@@ -1209,32 +1284,64 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       const auto log_weight = [&](int i, int j, int e) {
         return fmaf(acc[i][2 * e + j] + more[i][2 * e + j], scale2, e == 0 ? -lse0 : -lse1);
       };
-      if (shift == 0) {
+      const bool own = (c & ((1 << max(shift - 1, 0)) - 1)) == 0;
+      if (__builtin_expect(*by_logs != 0, 0)) {
+#pragma unroll 1
+        for (int m = 0; m < 4; ++m) {
+          // Constants alone index the registers.
+          const auto pick = [&](int j, int e) {
+            return m < 2 ? (j == 0 ? log_weight(0, 0, e) : log_weight(0, 1, e))
+                         : (j == 0 ? log_weight(1, 0, e) : log_weight(1, 1, e));
+          };
+          float x[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const float first = pick(shift == 0 ? m % 2 : 0, e), second = shift == 0 ? -INFINITY : pick(1, e);
+            float top = fmaxf(first, second);
+            if (shift >= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            if (shift >= 3) top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            top = fmaxf(top, -FLT_MAX);
+            float sum = Exp2(first - top) + Exp2(second - top);
+            if (shift >= 2) sum += __shfl_xor_sync(~0u, sum, 1);
+            if (shift >= 3) sum += __shfl_xor_sync(~0u, sum, 2);
+            x[e] = shift == 0 ? first : top + log2f(sum);
+          }
+          const bool counts_here = shift == 0 || (m % 2 == 0 && own);
+          const int32_t block = (m < 2 ? blocks[0] : blocks[1]) + m % 2;
+          float ranks[kFollowed];
+          const auto keep = [&](int at) {
+            join_logs(at, x[0], x[1]);
+#pragma unroll
+            for (int f = 0; f < kFollowed; ++f) ranks[f] = scores[f][at];
+          };
+          if (m == 0) keep(0);
+          if (m == 1) keep(1);
+          if (m == 2) keep(2);
+          if (m == 3) keep(3);
+#pragma unroll
+          for (int f = 0; f < kFollowed; ++f) {
+            const bool candidate = counts_here && block >= init && block < end[f];
+            if (candidate && ranks[f] >= threshold[f]) found |= 1u << (4 * f + m);
+          }
+        }
+      } else if (shift == 0) {
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
-          const float x0 = log_weight(m / 2, m % 2, 0), x1 = log_weight(m / 2, m % 2, 1);
-          join(m, logs ? x0 : Exp2(x0), logs ? x1 : Exp2(x1));
+          join(m, Exp2(log_weight(m / 2, m % 2, 0)), Exp2(log_weight(m / 2, m % 2, 1)));
           look(m, blocks[m / 2] + m % 2, true);
         }
       } else {
-        const bool own = (c & ((1 << (shift - 1)) - 1)) == 0;
+        // All lanes exchange, whoever shares a block: no branches.
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float x[2];
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const float first = log_weight(i, 0, e), second = log_weight(i, 1, e);
-            float top = 0.0f;
-            if (__builtin_expect(logs, 0)) {
-              top = fmaxf(first, second);
-              if (shift >= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-              if (shift >= 3) top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-              top = fmaxf(top, -FLT_MAX);
-            }
-            float sum = Exp2(first - top) + Exp2(second - top);
-            if (shift >= 2) sum += __shfl_xor_sync(~0u, sum, 1);
-            if (shift >= 3) sum += __shfl_xor_sync(~0u, sum, 2);
-            x[e] = logs ? top + log2f(sum) : sum;
+            x[e] = Exp2(log_weight(i, 0, e)) + Exp2(log_weight(i, 1, e));
+            const float next = __shfl_xor_sync(~0u, x[e], 1);
+            x[e] += shift >= 2 ? next : 0.0f;
+            const float far = __shfl_xor_sync(~0u, x[e], 2);
+            x[e] += shift >= 3 ? far : 0.0f;
           }
           join(2 * i, x[0], x[1]);
           look(2 * i, blocks[i], own);
@@ -1273,51 +1380,65 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
     __syncwarp();
   };
 
-  // Pass 2: score the subsets that may hold one of a query's best K. Two sweeps: the first takes those of the best
-  // bounds, so that the second has a threshold near the K-th score and leaves most of the others out.
-  __syncwarp();
+  // Pass 2: score the items whose bound from above reaches a query's threshold.
   if (lane < kQueries) counts[lane] = faint[lane] = 0;
   if (lane == 0) *by_logs = 0;
   __syncwarp();
+  const int subset_shift = shift == 3 ? 1 : 0;  // from items to subsets
 #pragma unroll 1
-  for (float factor = 0.5f;; factor = factor == 0.5f ? 0.1f : 0.0f) {
+  for (int attempt = 0;; ++attempt) {
+    int n = 0;
 #pragma unroll 1
-    for (int sweep = 0; sweep < 2; ++sweep) {
-      int w0 = 0;
-      while (w0 < windows) {
-        __nv_bfloat162 least[kFollowed];
+    for (int v0 = 0; v0 < vectors; v0 += 32) {
+      const int v = v0 + lane;
+      uint32_t reached = 0;  // bits 0, 2, 4, 6, and 16 more than 1, 3, 5, 7
+      if (v < vectors) {
+        const int epoch = epoch_of(v);
+#pragma unroll 4
+        for (int q = 0; q < kQueries; ++q) {
+          const __nv_bfloat162 least = Pair(thresholds[q]);
+          __nv_bfloat162 high[4], more = Pair(0);
 #pragma unroll
-        for (int f = 0; f < kFollowed; ++f) {
-          least[f] = PackThreshold(end[f] == 0 ? INFINITY : sweep == 0 ? first_threshold[f] : threshold[f]);
+          for (int j = 0; j < 4; ++j) high[j] = more;
+#pragma unroll
+          for (int pair = 0; pair < kMostPairs; ++pair) {
+            if (kMostPairs > 1 && pair >= pairs) break;
+            const Factors f = factors[(q * pairs + pair) * epochs + epoch];
+            const uint4 x = row_weights(q, pair)[v];
+            high[0] = __hfma2(Pair(x.x), Pair(f.high), high[0]);
+            high[1] = __hfma2(Pair(x.y), Pair(f.high), high[1]);
+            high[2] = __hfma2(Pair(x.z), Pair(f.high), high[2]);
+            high[3] = __hfma2(Pair(x.w), Pair(f.high), high[3]);
+            more = __hadd2(more, Pair(f.more));
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) high[j] = __hadd2(high[j], more);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) reached |= __hge2_mask(high[j], least) & (0x00020001u << (2 * j));
         }
-        int n = 0;
-        each_pair(w0, [&](int w, const Bounds<kPadded>& x, const Bounds<kPadded>& y) {
-          // Bit 16 (window % 2) + 4 c + subset.
-          const uint32_t first = __reduce_or_sync(~0u, x.Reach(least) << (4 * c));
-          const uint32_t second = __reduce_or_sync(~0u, y.Reach(least) << (4 * c));
-          uint32_t subsets = __byte_perm(first | first >> 16, second | second >> 16, 0x5410);
-          if (sweep == 0) {
-            if (lane == 0) taken[w / 2] = subsets;
-          } else {
-            subsets &= ~taken[w / 2];
-          }
-          if (subsets != 0) {
-            if (subsets >> lane & 1) {
-              list[n + __popc(subsets & ((1u << lane) - 1u))] = (w_begin + w) * (kWindow / kSubset) + lane;
-            }
-            n += __popc(subsets);
-          }
-          return n <= kList - 16 * kBatch;
-        });
-        if (n == 0) continue;
-        if (lane < 3) list[n + lane] = 1 << 28;  // none: beyond all candidates
-        __syncwarp();
-        score(n);
       }
+      const uint32_t items = (reached | reached >> 16) & 0xFFu;
+      if (__any_sync(~0u, items != 0)) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const bool wanted = (items >> j & 1) != 0;
+          const uint32_t lanes = __ballot_sync(~0u, wanted);
+          const int at = n + (__popc(lanes & ((1u << lane) - 1u)) << subset_shift);
+          const int32_t subset = (8 * v + j) << subset_shift;
+          if (wanted) list[at] = subset;
+          if (wanted && subset_shift != 0) list[at + 1] = subset + 1;
+          n += __popc(lanes) << subset_shift;
+        }
+      }
+      if (n == 0 || (n <= kList - kStepSubsets && v0 + 32 < vectors)) continue;
+      if (lane < 3) list[n + lane] = 1 << 28;  // none: beyond all candidates
       __syncwarp();
-      if (sweep == 0) keep_best(false);
+      score(n);
+      n = 0;
     }
-    // A query with enough blocks that reach its threshold is done: that was not too high. The others try a lower one.
+    __syncwarp();
+    if (attempt == 0) keep_best(false);
+    // A query with enough blocks that reach its threshold is done. The others try a lower one, in the end 0.
     bool missing = false;
 #pragma unroll
     for (int f = 0; f < kFollowed; ++f) {
@@ -1325,7 +1446,8 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       const bool follows = threshold[f] > 0.0f && threshold[f] < INFINITY;
       if (follows && counts[query] < min(top_k, end[f] - init)) {
         missing = true;
-        threshold[f] = guess[f] * factor;
+        const float tried = __uint_as_float(thresholds[query] << 16);
+        threshold[f] = guesses && attempt == 0 ? tried / (kGuess * static_cast<float>(pairs)) : 0.0f;
       } else {
         if (threshold[f] < kLeastScore && end[f] - init > top_k) faint[query] = 1;
         end[f] = 0;
@@ -1340,13 +1462,16 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       for (int f = 0; f < kFollowed; ++f) {
         if (r + 8 * f >= kQueries || faint[r + 8 * f] == 0) continue;
         end[f] = shape.CandidateEnd((view.first_position() + q0 + (r + 8 * f) % kQueries) / kBlock);
-        threshold[f] = first_threshold[f] = 0.0f;
+        threshold[f] = 0.0f;
       }
     }
     __syncwarp();
 #pragma unroll
     for (int f = 0; f < kFollowed; ++f) {
-      if (c == 0 && end[f] != 0) counts[(r + 8 * f) % kQueries] = 0;
+      const int query = (r + 8 * f) % kQueries;
+      if (c != 0 || r + 8 * f >= kQueries) continue;
+      if (end[f] != 0) counts[query] = 0;
+      thresholds[query] = end[f] != 0 ? (__float_as_uint(threshold[f]) >> 16) * 0x10001u : kNone;
     }
     __syncwarp();
   }
@@ -1402,26 +1527,51 @@ Group MakeGroup(const Shape& shape) {
   while (group.padded < group.size) group.padded *= 2;
   group.queries = 16 / group.padded;
   group.kv_div = shape.selection_heads / shape.num_kv_heads;
+  group.pairs = (group.size + 1) / 2;
+  group.unit_queries = group.size == 1 ? 16 : 8;
+  group.tile_units = kUnits / group.pairs * group.pairs;
+  group.tile_queries = kUnits / group.pairs * group.unit_queries;
   return group;
 }
 
-// Windows are processed in pairs: one spare.
-int32_t Windows(const Shape& shape, const Batch& batch) {
-  return (batch.max_kv_len / kBlock * shape.parts + kWindow - 1) / kWindow + 1;
+int32_t RoundUp(int32_t x, int32_t unit) { return (x + unit - 1) / unit * unit; }
+
+// Of the queries of the tiles before `tile_end`: what their rows of weights hold. Whole windows are written.
+int32_t RowItems(const Shape& shape, const Batch& batch, int32_t tile_end) {
+  int64_t tokens = batch.max_kv_len;
+  if (batch.num_seqs == 1) {
+    tokens = std::min<int64_t>(tokens, tokens - batch.total_q + int64_t{tile_end} * MakeGroup(shape).tile_queries);
+  }
+  const int64_t reps = (std::max<int64_t>(tokens, 1) + kBlock - 1) / kBlock * shape.parts;
+  return RoundUp(static_cast<int32_t>((reps + kWindow - 1) / kWindow) * (kWindow / ItemReps(shape.parts)), kWindow);
 }
 
-constexpr size_t kUnitBytes = 16 * sizeof(float) + 32 * sizeof(float2);
-size_t TileBytes(const Shape& shape, const Batch& batch) {
-  return static_cast<size_t>(shape.selection_heads) * kUnits *
-         (Windows(shape, batch) * 32 * sizeof(uint2) + kUnitBytes);
+int32_t Epochs(const Shape& shape, const Batch& batch) {
+  constexpr int32_t kReps = kStageWindows * kWindow;
+  const int32_t stages = (batch.max_kv_len / kBlock * shape.parts + kReps - 1) / kReps;
+  int32_t epochs = 1;
+  while ((int64_t{1} << (epochs - 1)) < std::max(stages, 1)) ++epochs;
+  return epochs;
 }
 
-// Tiles whose statistics the workspace has room for.
-int32_t RoomTiles(const Shape& shape, const Batch& batch, size_t bytes) {
-  const size_t tiles = static_cast<size_t>(MaxTiles(batch, kUnits * MakeGroup(shape).queries));
-  return static_cast<int32_t>(std::min(tiles, std::max<size_t>(1, bytes / TileBytes(shape, batch))));
+size_t TileBytes(const Shape& shape, const Batch& batch, int32_t row_items) {
+  const Group group = MakeGroup(shape);
+  const size_t unit = static_cast<size_t>(group.unit_queries) * row_items * sizeof(bf16) +
+                      (Epochs(shape, batch) + 1) * 16 * sizeof(float);
+  return static_cast<size_t>(shape.selection_heads) * group.tile_units * unit;
 }
+
 size_t LeastTiles(const Shape& shape) { return (kSelectTiles + shape.selection_heads - 1) / shape.selection_heads; }
+
+// The end of the chunk of tiles that begins at `begin`: as many as there is room for, at least one, and where that is
+// not all, whole rounds for the multiprocessors.
+int32_t ChunkEnd(const Shape& shape, const Batch& batch, size_t bytes, int32_t begin, int32_t tiles, int32_t round) {
+  int32_t end = begin + 1;
+  while (end < tiles && (end + 1 - begin) * TileBytes(shape, batch, RowItems(shape, batch, end + 1)) <= bytes) ++end;
+  const int32_t items = (end - begin) * shape.selection_heads;
+  if (end < tiles && items >= round) end = begin + std::max(1, items / round * round / shape.selection_heads);
+  return end;
+}
 
 // Representatives as the copy engine sees them: element of a row, then rows in the order of WindowColumn (row % 2, row
 // / 16, row % 16 / 2), then the first row of a sequence. Returns whether there is such a map.
@@ -1437,8 +1587,10 @@ bool MakeRepsMap(const ForwardParams& p, CUtensorMap* map) {
   const int64_t elements = (p.shape.num_kv_heads - 1) * p.reps.head_stride + p.shape.head_dim;
   if (encode == nullptr || elements > INT32_MAX || p.reps.token_stride > INT32_MAX) return false;
   const cuuint64_t row = static_cast<cuuint64_t>(p.reps.token_stride) * 2;
-  const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(elements), 2,
-                               static_cast<cuuint64_t>(Windows(p.shape, p.batch)) * 4, 8, cuuint64_t{1} << 31};
+  const cuuint64_t sizes[5] = {
+      static_cast<cuuint64_t>(elements), 2,
+      static_cast<cuuint64_t>(RoundUp(p.batch.max_kv_len / kBlock * p.shape.parts, 16)) / 16 + 8, 8,
+      cuuint64_t{1} << 31};
   const cuuint64_t strides[4] = {row, 16 * row, 2 * row, row};
   const cuuint32_t box[5] = {64, 2, kWindow / 16, 8, 1}, steps[5] = {1, 1, 1, 1, 1};
   const auto type = p.shape.dtype == Dtype::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
@@ -1450,45 +1602,51 @@ bool MakeRepsMap(const ForwardParams& p, CUtensorMap* map) {
 template <typename T, int kHeadDim, int kPadded>
 cudaError_t LaunchChoose(const SelectArgs& args, cudaStream_t stream) {
   const auto kernel = ChooseKernel<T, kHeadDim, kPadded>;
-  const int bytes = kChooseWarps * ChooseShared(16 / kPadded, args.list_keys, args.windows).bytes;
+  const int units = args.group.queries * args.group.pairs;
+  const int bytes = kChooseWarps * ChooseShared(16 / kPadded, args.list_keys, units * args.epochs).bytes;
   if (bytes > 48 * 1024) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
   }
-  const dim3 grid((args.tile_end - args.tile_begin) * (kUnits / kChooseWarps), args.p.shape.selection_heads);
+  const int32_t tile_blocks = args.group.tile_queries / (args.group.queries * kChooseWarps);
+  const dim3 grid((args.tile_end - args.tile_begin) * tile_blocks, args.p.shape.selection_heads);
   kernel<<<grid, kChooseWarps * 32, bytes, stream>>>(args);
   return cudaGetLastError();
 }
 
-template <typename T, int kHeadDim, int kParts>
-cudaError_t LaunchStatistics(const SelectArgs& args, const CUtensorMap& map, cudaStream_t stream) {
+template <typename T, int kHeadDim, int kParts, bool kPair>
+cudaError_t LaunchStatisticsOf(const SelectArgs& args, const CUtensorMap& map, cudaStream_t stream) {
   const dim3 grid(args.tile_end - args.tile_begin, args.p.shape.selection_heads);
-  const bool hopper = kHasWgmma<kHeadDim> && Hopper();
-  const int shared = (hopper ? kWgStages * kWgStageWindows : kPlainStages) * kWindow * kRowBytes<kHeadDim>;
-  const auto set_shared = [&](auto kernel) {
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  const auto launch = [&](auto kernel, dim3 blocks, int threads, int stages, auto... map_of) {
+    const int shared = stages * kWindow * kRowBytes<kHeadDim>;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) return error;
+    kernel<<<blocks, threads, shared, stream>>>(args, map_of...);
+    return cudaGetLastError();
   };
   if constexpr (kHasWgmma<kHeadDim>) {
-    if (hopper) {
-      const cudaError_t error = set_shared(StatisticsWgmmaKernel<T, kHeadDim, kParts>);
-      if (error != cudaSuccess) return error;
-      const unsigned tiles = std::min(grid.x * grid.y, Multiprocessors());
-      StatisticsWgmmaKernel<T, kHeadDim, kParts><<<tiles, kWgThreads, shared, stream>>>(args, map);
-      return cudaGetLastError();
+    if (Hopper()) {
+      return launch(StatisticsWgmmaKernel<T, kHeadDim, kParts, kPair>, std::min(grid.x * grid.y, Multiprocessors()),
+                    kWgThreads, kWgStages * kStageWindows, map);
     }
   }
-  const cudaError_t error = set_shared(StatisticsKernel<T, kHeadDim, kParts>);
-  if (error != cudaSuccess) return error;
-  StatisticsKernel<T, kHeadDim, kParts><<<grid, kPlainThreads, shared, stream>>>(args);
-  return cudaGetLastError();
+  return launch(StatisticsKernel<T, kHeadDim, kParts, kPair>, grid, kPlainThreads, kPlainStages);
+}
+
+template <typename T, int kHeadDim, int kParts>
+cudaError_t LaunchStatistics(const SelectArgs& args, const CUtensorMap& map, cudaStream_t stream) {
+  return args.group.size == 1 ? LaunchStatisticsOf<T, kHeadDim, kParts, false>(args, map, stream)
+                              : LaunchStatisticsOf<T, kHeadDim, kParts, true>(args, map, stream);
 }
 
 }  // namespace
 
 template <int kHeadDim>
 size_t SelectWorkspaceOf(const Shape& shape, const Batch& batch) {
-  const size_t tile = TileBytes(shape, batch);
-  return RoomTiles(shape, batch, std::max(kSelectWorkspace, LeastTiles(shape) * tile)) * tile;
+  const size_t tiles = static_cast<size_t>(MaxTiles(batch, MakeGroup(shape).tile_queries));
+  const size_t tile = TileBytes(shape, batch, RowItems(shape, batch, INT32_MAX >> 10));
+  const size_t room = std::max(kSelectWorkspace / tile, LeastTiles(shape));
+  return std::min(tiles, room) * tile;
 }
 
 template <typename T, int kHeadDim>
@@ -1496,27 +1654,24 @@ cudaError_t SelectOf(const ForwardParams& p, cudaStream_t stream) {
   SelectArgs args{};
   args.p = p;
   args.group = MakeGroup(p.shape);
-  args.windows = Windows(p.shape, p.batch);
+  args.epochs = Epochs(p.shape, p.batch);
   const bool paged = p.batch.page_size != 0;
   args.rep_stride = !paged && p.reps.token_stride < int64_t{1} << 31 ? static_cast<uint32_t>(p.reps.token_stride) : 0;
   args.list_keys = (p.shape.top_k <= 16 ? kAtOnce : kCandidates) + 2;
   args.all = p.selection_scores != nullptr;
-  const int32_t tiles = MaxTiles(p.batch, kUnits * args.group.queries);
+  const int32_t tiles = MaxTiles(p.batch, args.group.tile_queries);
   if (tiles == 0) return cudaSuccess;
   if (p.workspace_size < SelectWorkspaceOf<kHeadDim>(p.shape, p.batch)) return cudaErrorInvalidValue;
-  int32_t chunk = RoomTiles(p.shape, p.batch, p.workspace_size);
-  // Where one chunk is not enough, each has whole rounds of tiles for the multiprocessors.
-  const int32_t round = static_cast<int32_t>(Multiprocessors()), heads = p.shape.selection_heads;
-  if (chunk < tiles && chunk * heads >= round) chunk = std::max(1, chunk * heads / round * round / heads);
   CUtensorMap map{};
   args.copy_engine = !paged && kHasWgmma<kHeadDim> && Hopper() && MakeRepsMap(p, &map);
-  const size_t units = static_cast<size_t>(chunk) * heads * kUnits;
-  args.codes = static_cast<uint2*>(p.workspace);
-  args.units = reinterpret_cast<float2*>(args.codes + units * args.windows * 32);
-  args.lse2 = reinterpret_cast<float*>(args.units + units * 32);
-  for (int32_t begin = 0; begin < tiles; begin += chunk) {
-    args.tile_begin = begin;
-    args.tile_end = std::min(tiles, begin + chunk);
+  const int32_t round = static_cast<int32_t>(Multiprocessors()), heads = p.shape.selection_heads;
+  for (args.tile_begin = 0; args.tile_begin < tiles; args.tile_begin = args.tile_end) {
+    args.tile_end = ChunkEnd(p.shape, p.batch, p.workspace_size, args.tile_begin, tiles, round);
+    args.row_items = RowItems(p.shape, p.batch, args.tile_end);
+    const size_t units = static_cast<size_t>(args.tile_end - args.tile_begin) * heads * args.group.tile_units;
+    args.weights = static_cast<bf16*>(p.workspace);
+    args.bases = reinterpret_cast<float*>(args.weights + units * args.group.unit_queries * args.row_items);
+    args.lse2 = args.bases + units * args.epochs * 16;
     cudaError_t error = cudaSuccess;
     switch (p.shape.parts) {
       case 1: error = LaunchStatistics<T, kHeadDim, 1>(args, map, stream); break;
