@@ -52,9 +52,7 @@ def public(q, k, v):
     def choose():
         keys, values = mean_pooling(k, BLOCK), mean_pooling(v, BLOCK)
         _, lse = parallel_nsa_compression(q=q, k=keys, v=values, TK=k.shape[1], block_size=BLOCK, scale=scale)
-        return parallel_nsa_topk(
-            q=q, k=keys, lse=lse, TK=k.shape[1], block_counts=COUNT, block_size=BLOCK, scale=scale
-        )
+        return parallel_nsa_topk(q=q, k=keys, lse=lse, TK=k.shape[1], block_counts=COUNT, block_size=BLOCK, scale=scale)
 
     with torch.no_grad():
         indices = choose()
@@ -66,9 +64,7 @@ def public(q, k, v):
         attend = time_ms(
             lambda: parallel_nsa(q, k, v, g_slc=ones, block_indices=indices, block_counts=COUNT, block_size=BLOCK)
         )
-        whole = time_ms(
-            lambda: parallel_nsa(q, k, v, g_cmp=ones, g_slc=ones, block_counts=COUNT, block_size=BLOCK)
-        )
+        whole = time_ms(lambda: parallel_nsa(q, k, v, g_cmp=ones, g_slc=ones, block_counts=COUNT, block_size=BLOCK))
     return {"nsa": whole, "nsa_attend": attend, "nsa_error": error}
 
 

@@ -191,7 +191,12 @@ class Bench:
     def phsa(self, attention, *flags):
         """The line of `phsa bench` with the memory that it took as `memory`; where it was refused, `error` alone."""
         command = [self.args.phsa, "bench", "-m", self.folder, "--device", self.args.device, "--attention", attention]
-        command += [*(self.args.sparse.split() if attention != "dense" else []), *self.args.bench_args.split(), *flags, "--json"]
+        command += [
+            *(self.args.sparse.split() if attention != "dense" else []),
+            *self.args.bench_args.split(),
+            *flags,
+            "--json",
+        ]
         command = [str(part) for part in command]
         with MemoryWatch() as memory:
             done = subprocess.run(command, capture_output=True, text=True)

@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import forward_kernels as fk
 from alone import over, run_tests, skip
-from forward_kernels import BLOCK, DENSE, DTYPES, rounding
+from forward_kernels import ARCHITECTURES, BLOCK, DENSE, DTYPES, rounding
 
 GROUP_SUM, GROUP_MAX = 0, 1
 
@@ -315,8 +315,9 @@ DECODE_CASES = {
 }
 
 
-@over(name=DECODE_CASES)
-def test_decode_matches_the_reference_and_repeats_its_bits(name):
+@over(name=DECODE_CASES, architecture=ARCHITECTURES)
+def test_decode_matches_the_reference_and_repeats_its_bits(name, architecture):
+    LIBRARY.phsa_cuda_set_architecture(architecture)
     case = DecodeCase(**DECODE_CASES[name])
     case.run()
     torch.cuda.synchronize()
@@ -337,8 +338,10 @@ def test_decode_matches_the_reference_and_repeats_its_bits(name):
     reduce=[GROUP_SUM, GROUP_MAX],
     heads=[(4, 4, 128), (12, 2, 128), (9, 3, 64), (16, 1, 64)],
     parts=[1, 4],
+    architecture=ARCHITECTURES,
 )
-def test_decode_ranks_scores_further_apart_than_f32_reaches(sharpness, reduce, heads, parts):
+def test_decode_ranks_scores_further_apart_than_f32_reaches(sharpness, reduce, heads, parts, architecture):
+    LIBRARY.phsa_cuda_set_architecture(architecture)
     q_heads, kv_heads, dim = heads
     shape = dict(q_heads=q_heads, kv_heads=kv_heads, dim=dim, init=16, local=64, top_k=12, parts=parts)
     case = DecodeCase(lens=(4000, 1501, 40000), sharpness=sharpness, reduce=reduce, **shape)
@@ -348,15 +351,28 @@ def test_decode_ranks_scores_further_apart_than_f32_reaches(sharpness, reduce, h
     print(f"{differing} selections differ by rounding")
 
 
-def test_decode_ranks_them_in_a_cache_too_long_for_shared_memory():
+@over(architecture=ARCHITECTURES)
+def test_decode_ranks_them_in_a_cache_too_long_for_shared_memory(architecture):
+    LIBRARY.phsa_cuda_set_architecture(architecture)
     case = DecodeCase(lens=(600000, 2000), q_heads=4, kv_heads=2, page_size=1024, sharpness=3000)
     case.run()
     torch.cuda.synchronize()
     case.check(outputs=False)
 
 
-@over(settings=[{}, dict(top_k=0, dense_below=DENSE), dict(window=700), dict(top_k=0, dense_below=DENSE, dim=256)])
-def test_decode_of_a_sequence_has_the_same_bits_in_any_batch(settings):
+@over(
+    settings=[
+        {},
+        dict(parts=8),
+        dict(top_k=0, dense_below=DENSE),
+        dict(window=700),
+        dict(top_k=0, dense_below=DENSE, dim=256),
+    ],
+    architecture=ARCHITECTURES,
+)
+def test_decode_of_a_sequence_has_the_same_bits_in_any_batch(settings, architecture):
+    """A batch of one is joined by a cluster on Hopper, a batch of three is not."""
+    LIBRARY.phsa_cuda_set_architecture(architecture)
     alone = DecodeCase(lens=(5000,), max_kv_len=9000, **settings)
     alone.run()
     batch = DecodeCase(lens=(5000,) * 3, max_kv_len=9000, seed=5, **settings)
@@ -368,9 +384,13 @@ def test_decode_of_a_sequence_has_the_same_bits_in_any_batch(settings):
     assert torch.equal(alone.out[0], batch.out[1]) and torch.equal(alone.selection[0], batch.selection[1])
 
 
-@over(settings=[dict(parts=1), dict(parts=8), dict(top_k=0, dense_below=DENSE), dict(window=100, sinks=True)])
-def test_decode_in_a_graph_follows_the_lengths(settings):
+@over(
+    settings=[dict(parts=1), dict(parts=8), dict(top_k=0, dense_below=DENSE), dict(window=100, sinks=True)],
+    architecture=ARCHITECTURES,
+)
+def test_decode_in_a_graph_follows_the_lengths(settings, architecture):
     """One graph, replayed while the sequences grow token by token over a block's end."""
+    LIBRARY.phsa_cuda_set_architecture(architecture)
     long = DecodeCase(lens=(3010, 1500), seed=3, **settings)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -647,9 +667,9 @@ def run_once():
         if isinstance(case, BackwardCase):
             case.out.zero_()
             case.lse.fill_(10.0)
-            LIBRARY.phsa_cuda_set_architecture(80)
-            case.run()
-            LIBRARY.phsa_cuda_set_architecture(0)
+        LIBRARY.phsa_cuda_set_architecture(80)
+        case.run()
+        LIBRARY.phsa_cuda_set_architecture(0)
         case.run()
     torch.cuda.synchronize()
     return 0

@@ -3,10 +3,14 @@
 //            of a block with parts the logarithm of the sum over them;
 //   TopK     one thread block per sequence and KV head merges the sums and picks the K best blocks, exactly;
 //   Attend   each warp reads one or a few of the init, chosen and local blocks; the last thread block to finish merges.
-// All three are bound by memory, so operands go from global memory straight to registers in the order the matrix
-// instructions want them: nothing is staged in shared memory. Splits depend on shapes alone, never on the batch, and
-// merges run in a fixed order: the result of a sequence has the same bits in any batch. Where nothing is chosen (dense,
-// windows, streaming) Stream takes the place of the three.
+// On Hopper, where few sequences and KV heads would leave most of the GPU idle, the last two are one:
+//   Join     a cluster of thread blocks per sequence and KV head: each warp reads its init or local block while scores
+//            are on their way; each thread block ranks its share of the candidates and hands its best to the others;
+//            other warps read a chosen block each, and the cluster merges.
+// All are bound by memory, so operands go from global memory straight to registers in the order the matrix instructions
+// want them: nothing is staged in shared memory. Splits depend on shapes alone, never on the batch, and merges run in a
+// fixed order, the same in both ways: the result of a sequence has the same bits in any batch.
+// Where nothing is chosen (dense, windows, streaming) Stream takes the place of them all.
 #include <algorithm>
 #include <cfloat>
 #include <climits>
@@ -40,6 +44,7 @@ struct Workspace {
   int32_t sum_stride;  // warps of Scores
   int32_t splits;
   int32_t blocks_per_warp;
+  int64_t reads;  // blocks that a query reads, at most
 };
 
 size_t Align(size_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -55,6 +60,7 @@ size_t Layout(const Shape& shape, const Batch& batch, void* memory, Workspace* w
   const int64_t all_blocks = BlocksFor(batch.max_kv_len, kBlock);
   int64_t read = std::min<int64_t>(all_blocks, int64_t{shape.init_blocks} + shape.local_blocks + 1 + shape.top_k);
   read = std::max<int64_t>({read, std::min<int64_t>(all_blocks, shape.dense_blocks), 1});
+  w->reads = read;
   w->blocks_per_warp = static_cast<int32_t>((read + kWarps * kMaxSplits - 1) / (kWarps * kMaxSplits));
   if (shape.top_k == 0) {
     // A sequence alone is to fill the multiprocessors once; more splits only make the merge longer.
@@ -502,6 +508,27 @@ constexpr int kMergeBytes = kWarps* Merge<kDim, kWide>::kRows* kDim* static_cast
 template <int kDim, bool kWide>
 constexpr int kWeightBytes = kMaxSplits* Merge<kDim, kWide>::kRows* static_cast<int>(sizeof(float));
 
+// The sums of the warps of a split, in their order.
+struct SplitSums {
+  float value, top, total;
+};
+template <int kRows, int kDim>
+__device__ __forceinline__ SplitSums MergeWarps(const float (*merged)[kRows][kDim], const float2 (*sums)[kRows],
+                                                int row, int c) {
+  float top = sums[0][row].x;
+#pragma unroll
+  for (int n = 1; n < kWarps; ++n) top = fmaxf(top, sums[n][row].x);
+  const float base = top == -INFINITY ? 0 : top;
+  float value = 0, total = 0;
+#pragma unroll
+  for (int n = 0; n < kWarps; ++n) {
+    const float weight = Exp2(sums[n][row].x - base);
+    value += weight * merged[n][row][c];
+    total += weight * sums[n][row].y;
+  }
+  return {value, top, total};
+}
+
 // `values` [warp][row][kDim] and `weights` [split][row] are in shared memory; all have been written but the weights.
 template <typename T, int kDim, bool kWide>
 __device__ __forceinline__ void MergeSplits(const ForwardParams& p, const Workspace& w, int seq, int kv_head, int split,
@@ -521,17 +548,7 @@ __device__ __forceinline__ void MergeSplits(const ForwardParams& p, const Worksp
   const int64_t slot = pair * w.splits + split;
   for (int i = tid; i < group * kDim; i += kWarps * 32) {
     const int row = i / kDim, c = i % kDim;
-    float top = merged_sums[0][row].x;
-#pragma unroll
-    for (int n = 1; n < kWarps; ++n) top = fmaxf(top, merged_sums[n][row].x);
-    const float base = top == -INFINITY ? 0 : top;
-    float value = 0, total = 0;
-#pragma unroll
-    for (int n = 0; n < kWarps; ++n) {
-      const float weight = Exp2(merged_sums[n][row].x - base);
-      value += weight * merged[n][row][c];
-      total += weight * merged_sums[n][row].y;
-    }
+    const auto [value, top, total] = MergeWarps<kRows, kDim>(merged, merged_sums, row, c);
     if (splits <= 1) {
       float lse = top + log2f(total), share = 1;
       const int head = kv_head * group + row;
@@ -603,58 +620,24 @@ __device__ __forceinline__ bool InSlab(int slab, int column) {
   return kDim % 64 == 0 || slab * 64 + column < kDim;
 }
 
+// What a warp has read so far: sums over blocks, relative to the rows' maxima.
 template <typename T, int kDim, bool kWide>
-__global__ void __launch_bounds__(kWarps * 32, kDim <= 64    ? (kWide ? 4 : 5)
-                                               : kDim <= 128 ? 3
-                                                             : 2)
-    AttendKernel(const __grid_constant__ ForwardParams p, Workspace w) {
-  constexpr int kHalves = kWide ? 2 : 1;
-  constexpr int kRows = kHalves * 8;
-  extern __shared__ __align__(16) float merge_memory[];
-  auto& merged = *reinterpret_cast<float(*)[kWarps][kRows][kDim]>(merge_memory);
-  __shared__ Merge<kDim, kWide> merge;
-  __shared__ float weights[kMaxSplits][kRows];
-  const int seq = blockIdx.z, kv_head = blockIdx.y, split = blockIdx.x;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Reach reach(p, seq);
-  if (split == gridDim.x - 1) {
-    WriteRepresentative<T, kDim>(p, seq, kv_head, reach.length);
-    WaitForPrevious();
-    return;
-  }
-  const int group = p.shape.Group();
-  const int64_t pair = static_cast<int64_t>(seq) * p.shape.num_kv_heads + kv_head;
-  T* const out = static_cast<T*>(p.out.data) + seq * p.out.token_stride +
-                 static_cast<int64_t>(kv_head) * group * p.out.head_stride;
-
-  const int init = reach.init_end, chosen = reach.chosen, local_begin = reach.local_begin;
-  const int blocks = reach.length <= 0 ? 0 : init + chosen + reach.own + 1 - local_begin;
-  const int splits = (blocks + kWarps * w.blocks_per_warp - 1) / (kWarps * w.blocks_per_warp);
-  if (split >= max(splits, 1)) {
-    WaitForPrevious();
-    return;
-  }
-  Queries<T, kDim, kWide> q;
-  q.Load(p, seq, kv_head, group, lane);
-
-  float o[kSlabs<kDim>][8][4] = {};
+struct Attention {
+  static constexpr int kHalves = kWide ? 2 : 1, kRows = kHalves * 8;
+  float o[kSlabs<kDim>][8][4];
   float maximum[kHalves], sum[kHalves];
+
+  __device__ __forceinline__ Attention() : o{} {
 #pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-    maximum[half] = -INFINITY;
-    sum[half] = 0;
-  }
-  const float scale = p.shape.scale * kLog2e;
-  const int32_t* const selection = (p.selection ? p.selection : w.selection) + pair * p.shape.top_k;
-  const int first = (split * kWarps + warp) * w.blocks_per_warp;
-  for (int i = first; i < min(first + w.blocks_per_warp, blocks); ++i) {
-    int block = i;
-    if (i >= init + chosen) {
-      block = local_begin + i - init - chosen;
-    } else if (i >= init) {
-      WaitForPrevious();  // init and local blocks do not wait for the choice
-      block = __ldcg(selection + i - init);
+    for (int half = 0; half < kHalves; ++half) {
+      maximum[half] = -INFINITY;
+      sum[half] = 0;
     }
+  }
+
+  __device__ __forceinline__ void Take(const ForwardParams& p, const Queries<T, kDim, kWide>& q, int seq, int kv_head,
+                                       const Reach& reach, int block, int lane) {
+    const float scale = p.shape.scale * kLog2e;
     const int tokens = min(kBlock, reach.length - block * kBlock);
     const int before = reach.window - block * kBlock;  // tokens of the block before the window
     const T* k = static_cast<const T*>(p.k.data) + BlockOffset(p.batch, p.k, seq, block) + kv_head * p.k.head_stride +
@@ -743,26 +726,78 @@ __global__ void __launch_bounds__(kWarps * 32, kDim <= 64    ? (kWide ? 4 : 5)
     }
   }
 
-  WaitForPrevious();  // for the counter below, which it cleared
-
+  __device__ __forceinline__ void Store(float (&merged)[kRows][kDim], float2 (&sums)[kRows], int lane) {
 #pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-    sum[half] += __shfl_xor_sync(kFullWarp, sum[half], 1);
-    sum[half] += __shfl_xor_sync(kFullWarp, sum[half], 2);
-    const int row = lane / 4 + half * 8;
-    if (lane % 4 == 0) merge.sums[warp][row] = make_float2(maximum[half], sum[half]);
+    for (int half = 0; half < kHalves; ++half) {
+      sum[half] += __shfl_xor_sync(kFullWarp, sum[half], 1);
+      sum[half] += __shfl_xor_sync(kFullWarp, sum[half], 2);
+      const int row = lane / 4 + half * 8;
+      if (lane % 4 == 0) sums[row] = make_float2(maximum[half], sum[half]);
 #pragma unroll
-    for (int c = 0; c < kSlabs<kDim>; ++c) {
+      for (int c = 0; c < kSlabs<kDim>; ++c) {
 #pragma unroll
-      for (int column = 0; column < 2; ++column) {
-        if (!InSlab<kDim>(c, lane % 4 * 16 + column * 8)) continue;
-        float4* to = reinterpret_cast<float4*>(&merged[warp][row][c * 64 + lane % 4 * 16 + column * 8]);
-        const int e = half * 2 + column;
-        to[0] = make_float4(o[c][0][e], o[c][1][e], o[c][2][e], o[c][3][e]);
-        to[1] = make_float4(o[c][4][e], o[c][5][e], o[c][6][e], o[c][7][e]);
+        for (int column = 0; column < 2; ++column) {
+          if (!InSlab<kDim>(c, lane % 4 * 16 + column * 8)) continue;
+          float4* to = reinterpret_cast<float4*>(&merged[row][c * 64 + lane % 4 * 16 + column * 8]);
+          const int e = half * 2 + column;
+          to[0] = make_float4(o[c][0][e], o[c][1][e], o[c][2][e], o[c][3][e]);
+          to[1] = make_float4(o[c][4][e], o[c][5][e], o[c][6][e], o[c][7][e]);
+        }
       }
     }
   }
+};
+
+template <typename T, int kDim, bool kWide>
+__global__ void __launch_bounds__(kWarps * 32, kDim <= 64    ? (kWide ? 4 : 5)
+                                               : kDim <= 128 ? 3
+                                                             : 2)
+    AttendKernel(const __grid_constant__ ForwardParams p, Workspace w) {
+  constexpr int kRows = kWide ? 16 : 8;
+  extern __shared__ __align__(16) float merge_memory[];
+  auto& merged = *reinterpret_cast<float(*)[kWarps][kRows][kDim]>(merge_memory);
+  __shared__ Merge<kDim, kWide> merge;
+  __shared__ float weights[kMaxSplits][kRows];
+  const int seq = blockIdx.z, kv_head = blockIdx.y, split = blockIdx.x;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Reach reach(p, seq);
+  if (split == gridDim.x - 1) {
+    WriteRepresentative<T, kDim>(p, seq, kv_head, reach.length);
+    WaitForPrevious();
+    return;
+  }
+  const int group = p.shape.Group();
+  const int64_t pair = static_cast<int64_t>(seq) * p.shape.num_kv_heads + kv_head;
+  T* const out = static_cast<T*>(p.out.data) + seq * p.out.token_stride +
+                 static_cast<int64_t>(kv_head) * group * p.out.head_stride;
+
+  const int init = reach.init_end, chosen = reach.chosen, local_begin = reach.local_begin;
+  const int blocks = reach.length <= 0 ? 0 : init + chosen + reach.own + 1 - local_begin;
+  const int splits = (blocks + kWarps * w.blocks_per_warp - 1) / (kWarps * w.blocks_per_warp);
+  if (split >= max(splits, 1)) {
+    WaitForPrevious();
+    return;
+  }
+  Queries<T, kDim, kWide> q;
+  q.Load(p, seq, kv_head, group, lane);
+
+  Attention<T, kDim, kWide> attention;
+  const int32_t* const selection = (p.selection ? p.selection : w.selection) + pair * p.shape.top_k;
+  const int first = (split * kWarps + warp) * w.blocks_per_warp;
+  for (int i = first; i < min(first + w.blocks_per_warp, blocks); ++i) {
+    int block = i;
+    if (i >= init + chosen) {
+      block = local_begin + i - init - chosen;
+    } else if (i >= init) {
+      WaitForPrevious();  // init and local blocks do not wait for the choice
+      block = __ldcg(selection + i - init);
+    }
+    attention.Take(p, q, seq, kv_head, reach, block, lane);
+  }
+
+  WaitForPrevious();  // for the counter below, which it cleared
+
+  attention.Store(merged[warp], merge.sums[warp], lane);
   MergeSplits<T>(p, w, seq, kv_head, split, splits, merge, merge_memory, &weights[0][0]);
 }
 
@@ -931,19 +966,370 @@ __global__ void ClearKernel(Workspace w, int pairs) {
   for (int i = threadIdx.x; i < pairs; i += blockDim.x) w.finished[i] = 0;
 }
 
+// The cluster. A thread block's best candidates go to all others, then its partial sums.
+constexpr int kCluster = 8;
+constexpr int kBlockSplits = 2;  // splits of a thread block
+constexpr int kJoinWarps = kBlockSplits * kWarps;
+constexpr int kJoinThreads = kJoinWarps * 32;
+constexpr int kJoinSplits = kBlockSplits * kCluster;
+constexpr int kLeftKeys = 256;                     // of a thread block, when its candidates are pruned
+constexpr int kMostJoined = kJoinSplits * kWarps;  // blocks read, at most: one a warp
+constexpr unsigned kMostClusters = 8;              // more are slower than three launches
+constexpr int kWidestJoin = 128;                   // head_dim: wider heads have no room for their sums
+constexpr int kKeyRoom = kCluster * kLeftKeys;
+static_assert(kLeftKeys >= 2 * kMaxTopK);
+
+template <int kDim, bool kWide>
+struct JoinShared {
+  static constexpr int kRows = kWide ? 16 : 8;
+  uint64_t keys[kKeyRoom];
+  uint64_t fewer[kKeyRoom / 4];
+  uint64_t left[kLeftKeys];  // what the others read
+  uint64_t maxima[kJoinThreads];
+  float part[kBlockSplits][kRows][kDim];  // what the others read
+  float2 part_sums[kBlockSplits][kRows];
+  float2 merged_sums[kJoinWarps][kRows];
+  float weights[kJoinSplits][kRows];
+  float log_sums[16];
+  int32_t best[kMaxTopK], chosen[kMaxTopK];  // by score; ascending
+  int32_t count, left_count;
+  uint32_t worst;  // bits of the K-th best score
+  int32_t unused;
+
+  union Large {
+    float merged[kJoinWarps][kRows][kDim];
+    uint32_t values[1];  // of the thread block's share of the candidates
+  };
+  static int Bytes(int score_stride) {
+    const int values = (score_stride + kCluster - 1) / kCluster * static_cast<int>(sizeof(uint32_t));
+    return static_cast<int>(sizeof(JoinShared)) + std::max(static_cast<int>(sizeof(Large)), values);
+  }
+  __device__ Large& large() { return *reinterpret_cast<Large*>(this + 1); }
+};
+
+// A candidate as one integer, never 0: the better score is the larger, then the lower block.
+__device__ __forceinline__ uint64_t CandidateKey(uint32_t score, int block) {
+  return static_cast<uint64_t>(score) << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(block));
+}
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ __forceinline__ int ClusterRank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+// A barrier of all threads of the cluster; what they wrote to shared memory is then visible to all.
+__device__ __forceinline__ void SyncCluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The same place in the shared memory of another thread block of the cluster.
+template <typename X>
+__device__ __forceinline__ const X* OfRank(const X* here, int rank) {
+  const X* there;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(rank));
+  return there;
+}
+
+// The K-th largest of 256 different values, of which a lane has eight: as many reach what it returns; 0 where there are
+// fewer. Every warp for itself.
+__device__ __forceinline__ uint64_t KthOfMaxima(const uint64_t* maxima, int k, int lane) {
+  constexpr int kMine = kJoinThreads / 32;
+  uint64_t mine[kMine], most = 0;
+#pragma unroll
+  for (int j = 0; j < kMine; ++j) {
+    mine[j] = maxima[j * 32 + lane];
+    most = mine[j] > most ? mine[j] : most;
+  }
+  const uint32_t upper = __reduce_max_sync(kFullWarp, static_cast<uint32_t>(most >> 32));
+  // At least K reach `low`, or it is 0; fewer reach `high`.
+  uint64_t low = 0, high = (static_cast<uint64_t>(upper) + 1) << 32;
+  while (high - low > 1) {
+    const uint64_t tried = low + (high - low) / 2;
+    int reach = 0;
+#pragma unroll
+    for (int j = 0; j < kMine; ++j) reach += mine[j] >= tried;
+    reach = __reduce_add_sync(kFullWarp, reach);
+    (reach >= k ? low : high) = tried;
+    if (reach == k) break;
+  }
+  return low;
+}
+
+// All threads: of the keys that key(i) gives for i < n, those that may be among the K largest go to `to`, at most
+// K · ⌈n / threads⌉ where n is larger than the thread block. Returns how many.
+template <typename Shared, typename Key>
+__device__ __forceinline__ int PruneKeys(Shared& shared, int n, int k, uint64_t* to, Key&& key) {
+  const int tid = threadIdx.x;
+  uint64_t most = 0;
+  for (int i = tid; i < n; i += kJoinThreads) {
+    const uint64_t x = key(i);
+    most = x > most ? x : most;
+  }
+  shared.maxima[tid] = most;
+  if (tid == 0) shared.count = 0;
+  __syncthreads();
+  const uint64_t least = KthOfMaxima(shared.maxima, k, tid % 32);
+  if (most != 0 && most >= least) {
+    for (int i = tid; i < n; i += kJoinThreads) {
+      const uint64_t x = key(i);
+      if (x >= least) to[atomicAdd(&shared.count, 1)] = x;
+    }
+  }
+  __syncthreads();
+  const int count = shared.count;
+  __syncthreads();
+  return count;
+}
+
+// As often as it takes to leave at most `room`; `keys` has the first result. Returns where the keys are.
+template <typename Shared>
+__device__ __forceinline__ uint64_t* PruneTo(Shared& shared, int& n, int k, int room) {
+  uint64_t* keys = shared.keys;
+  while (n > room) {
+    uint64_t* to = keys == shared.keys ? shared.fewer : shared.keys;
+    const uint64_t* from = keys;
+    n = PruneKeys(shared, n, k, to, [&](int i) { return from[i]; });
+    keys = to;
+  }
+  return keys;
+}
+#endif
+
+template <typename T, int kDim, bool kWide>
+__global__ void __launch_bounds__(kJoinThreads, 1) JoinKernel(const __grid_constant__ ForwardParams p, Workspace w) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  using Shared = JoinShared<kDim, kWide>;
+  extern __shared__ __align__(16) uint8_t join_memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(join_memory);
+  const int seq = blockIdx.z, kv_head = blockIdx.y, rank = ClusterRank();
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  const Reach reach(p, seq);
+  const int group = p.shape.Group(), top_k = p.shape.top_k;
+  const int64_t pair = static_cast<int64_t>(seq) * p.shape.num_kv_heads + kv_head;
+
+  // Warps and blocks as Attend has them, a block a warp; neighbouring splits are on other multiprocessors.
+  const int split = rank + kCluster * (warp / kWarps), place = split * kWarps + warp % kWarps;
+  Queries<T, kDim, kWide> q;
+  q.Load(p, seq, kv_head, group, lane);
+  Attention<T, kDim, kWide> attention;
+  const int init = reach.init_end, chosen = reach.chosen;
+  const int blocks = reach.length <= 0 ? 0 : init + chosen + reach.own + 1 - reach.local_begin;
+  const bool chosen_place = place >= init && place < init + chosen;
+  if (place < blocks && !chosen_place) {
+    const int block = place < init ? place : reach.local_begin + place - init - chosen;
+    attention.Take(p, q, seq, kv_head, reach, block, lane);
+  }
+  if (rank == kCluster - 1) WriteRepresentative<T, kDim>(p, seq, kv_head, reach.length);
+  WaitForPrevious();
+
+  if (reach.takes_all) {
+    for (int i = tid; i < top_k; i += kJoinThreads) shared.chosen[i] = i < chosen ? init + i : -1;
+  } else {
+    const int count = reach.candidates(), share = (count + kCluster - 1) / kCluster;
+    const int begin = rank * share, mine = max(0, min(share, count - begin));
+    const float* const scores = w.scores + pair * group * w.score_stride + reach.init_end + begin;
+    // Scores of four heads and four candidates a thread at a time; the first do not wait for the sums.
+    constexpr int kHeads = 4, kAtOnce = 4;
+    float x[kHeads][kAtOnce];
+    const auto load = [&](int base, int h0) {
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) {
+        const float* row = scores + static_cast<int64_t>(min(h0 + h, group - 1)) * w.score_stride;
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+          const int i = base + n * kJoinThreads;
+          x[h][n] = i < mine ? row[i] : 0;
+        }
+      }
+    };
+    load(tid, 0);
+    const int sums_of_head = (reach.own * p.shape.parts + kWarpReps - 1) / kWarpReps;  // warps of Scores
+    for (int head = warp; head < group; head += kJoinWarps) {
+      const float2* sums = w.sums + (pair * group + head) * w.sum_stride;
+      constexpr int kSteps = 4, kAtOnceSums = 4;  // under way: all; added up: as TopK does
+      float maximum = -INFINITY, sum = 0;
+      for (int base = lane; base < sums_of_head; base += 32 * kSteps * kAtOnceSums) {
+        float2 part[kSteps][kAtOnceSums];
+#pragma unroll
+        for (int i = 0; i < kSteps * kAtOnceSums; ++i) {
+          part[i / kAtOnceSums][i % kAtOnceSums] =
+              base + 32 * i < sums_of_head ? sums[base + 32 * i] : make_float2(-INFINITY, 0);
+        }
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          if (base + 32 * step * kAtOnceSums >= sums_of_head) break;
+          float top = maximum;
+#pragma unroll
+          for (int i = 0; i < kAtOnceSums; ++i) top = fmaxf(top, part[step][i].x);
+          sum *= Exp2(maximum - top);
+#pragma unroll
+          for (int i = 0; i < kAtOnceSums; ++i) sum += part[step][i].y * Exp2(part[step][i].x - top);
+          maximum = top;
+        }
+      }
+      float top = maximum;
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
+      sum *= Exp2(maximum - top);
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+      if (lane == 0) shared.log_sums[head] = top + log2f(sum);
+    }
+    __syncthreads();
+
+    // A thread reads back only what it wrote itself.
+    uint32_t* const values = shared.large().values;
+    for (int base = tid; base < mine; base += kAtOnce * kJoinThreads) {
+      float total[kAtOnce] = {};
+      for (int h0 = 0; h0 < group; h0 += kHeads) {
+        if (base != tid || h0 != 0) load(base, h0);
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) {
+          if (h0 + h >= group) break;
+#pragma unroll
+          for (int n = 0; n < kAtOnce; ++n) {
+            const float y = Exp2(x[h][n] - shared.log_sums[h0 + h]);
+            total[n] = p.shape.group_max ? fmaxf(total[n], y) : total[n] + y;
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        if (base + n * kJoinThreads < mine) values[base + n * kJoinThreads] = __float_as_uint(total[n]);
+      }
+    }
+
+#pragma unroll 1
+    for (bool logs = false;; logs = true) {
+      int n =
+          PruneKeys(shared, mine, top_k, shared.keys, [&](int i) { return CandidateKey(values[i], init + begin + i); });
+      const uint64_t* left = PruneTo(shared, n, top_k, kLeftKeys);
+      for (int i = tid; i < n; i += kJoinThreads) shared.left[i] = left[i];
+      if (tid == 0) shared.left_count = n;
+      SyncCluster();
+      // All thread blocks find the same K best.
+      n = 0;
+#pragma unroll 1
+      for (int from = 0; from < kCluster; ++from) {
+        const int more = *OfRank(&shared.left_count, from);
+        const uint64_t* theirs = OfRank(&shared.left[0], from);
+        for (int i = tid; i < more; i += kJoinThreads) shared.keys[n + i] = theirs[i];
+        n += more;
+      }
+      __syncthreads();
+      left = PruneTo(shared, n, top_k, kJoinThreads);
+      if (tid < n) {
+        const uint64_t key = left[tid];
+        int above = 0;
+#pragma unroll 8
+        for (int i = 0; i < n; ++i) above += left[i] > key;
+        if (above < top_k) shared.best[above] = static_cast<int32_t>(0xFFFFFFFFu - static_cast<uint32_t>(key));
+        if (above == top_k - 1) shared.worst = static_cast<uint32_t>(key >> 32);
+      }
+      __syncthreads();
+      if (logs || shared.worst >= __float_as_uint(kLeastScore)) break;
+      SyncCluster();  // what the others read is read
+      for (int i = tid; i < mine; i += kJoinThreads) {
+        float top = -INFINITY, sum = 0;
+        for (int h = 0; h < group; ++h)
+          top = fmaxf(top, scores[h * static_cast<int64_t>(w.score_stride) + i] - shared.log_sums[h]);
+        for (int h = 0; h < group; ++h)
+          sum += Exp2(scores[h * static_cast<int64_t>(w.score_stride) + i] - shared.log_sums[h] - top);
+        values[i] = OrderedBits(p.shape.group_max ? top : top + log2f(sum));
+      }
+      __syncthreads();
+    }
+  }
+  if (tid < top_k && !reach.takes_all) {
+    const int block = shared.best[tid];
+    int before = 0;
+    for (int i = 0; i < top_k; ++i) before += shared.best[i] < block;
+    shared.chosen[before] = block;
+  }
+  __syncthreads();
+  if (p.selection != nullptr && rank == 0 && tid < top_k) p.selection[pair * top_k + tid] = shared.chosen[tid];
+  if (chosen_place) attention.Take(p, q, seq, kv_head, reach, shared.chosen[place - init], lane);
+
+  // The sums of each split, then of all, in the order in which Attend adds them up.
+  auto& merged = shared.large().merged;
+  attention.Store(merged[warp], shared.merged_sums[warp], lane);
+  __syncthreads();
+  for (int i = tid; i < kBlockSplits * group * kDim; i += kJoinThreads) {
+    const int half = i / (group * kDim), row = i / kDim % group, c = i % kDim;
+    const auto [value, top, total] =
+        MergeWarps<Shared::kRows, kDim>(&merged[half * kWarps], &shared.merged_sums[half * kWarps], row, c);
+    shared.part[half][row][c] = value;
+    if (c == 0) shared.part_sums[half][row] = make_float2(top, total);
+  }
+  SyncCluster();
+  const int splits = (blocks + kWarps - 1) / kWarps;
+  for (int row = warp; row < group; row += kJoinWarps) {
+    const bool used = lane < max(splits, 1);
+    const float2 part =
+        used ? *OfRank(&shared.part_sums[lane / kCluster][row], lane % kCluster) : make_float2(-INFINITY, 0);
+    float top = part.x;
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
+    const float weight = splits > 1 ? Exp2(part.x - top) : 1.0f;
+    float total = used ? weight * part.y : 0.0f;
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
+    float lse = top + log2f(total), share = 1;
+    const int head = kv_head * group + row;
+    if (p.sinks != nullptr) lse = JoinSink(lse, p.sinks[head], share);
+    if (splits > 1) {
+      if (lane < kJoinSplits) shared.weights[lane][row] = weight / total * share;
+    } else if (lane == 0) {
+      shared.weights[0][row] = total;
+      shared.weights[1][row] = share;
+    }
+    if (rank == 0 && lane == 0 && p.lse != nullptr) {
+      p.lse[static_cast<int64_t>(seq) * p.shape.num_q_heads + head] = lse * kLn2;
+    }
+  }
+  __syncthreads();
+  T* const out = static_cast<T*>(p.out.data) + seq * p.out.token_stride +
+                 static_cast<int64_t>(kv_head) * group * p.out.head_stride;
+  for (int i = rank * kJoinThreads + tid; i < group * kDim; i += kCluster * kJoinThreads) {
+    const int row = i / kDim, c = i % kDim;
+    float value = 0;
+    if (splits <= 1) {
+      const float total = shared.weights[0][row], share = shared.weights[1][row];
+      value = total > 0 ? *OfRank(&shared.part[0][row][c], 0) / total * share : 0;
+    } else {
+#pragma unroll
+      for (int n = 0; n < kJoinSplits; ++n) {
+        if (n < splits) {
+          value = fmaf(shared.weights[n][row], *OfRank(&shared.part[n / kCluster][row][c], n % kCluster), value);
+        }
+      }
+    }
+    out[row * p.out.head_stride + c] = FromFloat<T>(value);
+  }
+  SyncCluster();  // no thread block ends while others read its shared memory
+#else
+  __trap();
+#endif
+}
+
 template <typename... Args>
-cudaError_t Launch(void (*kernel)(Args...), dim3 grid, int threads, size_t shared, bool overlap, cudaStream_t stream,
-                   Args... args) {
+cudaError_t Launch(void (*kernel)(Args...), dim3 grid, int threads, size_t shared, bool overlap, int cluster,
+                   cudaStream_t stream, Args... args) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared;
   config.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = overlap ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (overlap) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs++].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  }
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
@@ -953,13 +1339,13 @@ cudaError_t Run(const ForwardParams& p, const Workspace& w, cudaStream_t stream)
   const bool can_overlap = LaunchesOverlap(), chooses = Chooses(p.shape, p.batch);
   cudaError_t status;
   if (p.shape.top_k == 0) {
-    status = Launch(ClearKernel, dim3(1), 256, 0, false, stream, w, p.batch.num_seqs * p.shape.num_kv_heads);
+    status = Launch(ClearKernel, dim3(1), 256, 0, false, 1, stream, w, p.batch.num_seqs * p.shape.num_kv_heads);
     if (status != cudaSuccess) return status;
     constexpr int kShared = StreamRing<kDim>::kBytes;
     const auto kernel = StreamKernel<T, kDim, kWide>;
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (status != cudaSuccess) return status;
-    return Launch(kernel, dim3(static_cast<unsigned>(w.splits) + 1, heads, seqs), kWarps * 32, kShared, can_overlap,
+    return Launch(kernel, dim3(static_cast<unsigned>(w.splits) + 1, heads, seqs), kWarps * 32, kShared, can_overlap, 1,
                   stream, p, w);
   }
   if (chooses) {
@@ -968,15 +1354,26 @@ cudaError_t Run(const ForwardParams& p, const Workspace& w, cudaStream_t stream)
                         : p.shape.parts == 2 ? ScoresKernel<T, kDim, kWide, 2>
                         : p.shape.parts == 4 ? ScoresKernel<T, kDim, kWide, 4>
                                              : ScoresKernel<T, kDim, kWide, 8>;
-    status = Launch(scores, grid, kWarps * 32, 0, false, stream, p, w);
+    status = Launch(scores, grid, kWarps * 32, 0, false, 1, stream, p, w);
     if (status != cudaSuccess) return status;
+  }
+  if constexpr (kDim <= kWidestJoin) {
+    if (Hopper() && w.reads <= kMostJoined && heads * seqs <= kMostClusters) {
+      const int bytes = JoinShared<kDim, kWide>::Bytes(w.score_stride);
+      status = cudaFuncSetAttribute(JoinKernel<T, kDim, kWide>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      if (status != cudaSuccess) return status;
+      return Launch(JoinKernel<T, kDim, kWide>, dim3(kCluster, heads, seqs), kJoinThreads, bytes,
+                    chooses && can_overlap, kCluster, stream, p, w);
+    }
+  }
+  if (chooses) {
     const size_t shared = std::min(w.score_stride, kCachedScores) * sizeof(uint32_t);
     status = cudaFuncSetAttribute(TopKKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   static_cast<int>(kCachedScores * sizeof(uint32_t)));
     if (status != cudaSuccess) return status;
-    status = Launch(TopKKernel, dim3(heads, seqs), kTopKThreads, shared, can_overlap, stream, p, w);
+    status = Launch(TopKKernel, dim3(heads, seqs), kTopKThreads, shared, can_overlap, 1, stream, p, w);
   } else {  // short sequences still list their candidates; this clears the counters too
-    status = Launch(TopKKernel, dim3(heads, seqs), kTopKThreads, 0, false, stream, p, w);
+    status = Launch(TopKKernel, dim3(heads, seqs), kTopKThreads, 0, false, 1, stream, p, w);
   }
   if (status != cudaSuccess) return status;
   constexpr int kShared = kMergeBytes<kDim, kWide>;
@@ -985,7 +1382,7 @@ cudaError_t Run(const ForwardParams& p, const Workspace& w, cudaStream_t stream)
     if (status != cudaSuccess) return status;
   }
   return Launch(AttendKernel<T, kDim, kWide>, dim3(static_cast<unsigned>(w.splits) + 1, heads, seqs), kWarps * 32,
-                kShared, can_overlap, stream, p, w);
+                kShared, can_overlap, 1, stream, p, w);
 }
 
 }  // namespace
