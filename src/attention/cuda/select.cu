@@ -1055,51 +1055,66 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
   // a large K) is hardly less. At least K blocks reach it, so it is a threshold, never too high.
   const int set_words = top_k <= 16 ? 2 : 4;  // of a lane; two sets a word
   uint32_t* maxima = reinterpret_cast<uint32_t*>(own_shared);
-  constexpr int kAhead = kMostPairs >= 4 ? 1 : 4 / kMostPairs;  // vectors whose weights are under way
-#pragma unroll 2
-  for (int q = 0; q < kQueries; ++q) {
-    __nv_bfloat162 most[4];
+  // Eight vectors of a lane are under way: of several queries, since a row has few at 32k and below.
+  constexpr int kJoint = kMostPairs <= 2 ? std::min(4, kQueries) : std::max(1, 8 / kMostPairs);
+  constexpr int kAhead = 8 / (kJoint * kMostPairs);
+#pragma unroll 1
+  for (int first = 0; first < kQueries; first += kJoint) {
+    __nv_bfloat162 most[kJoint][4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) most[j] = Pair(0);
+    for (int k = 0; k < kJoint; ++k) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) most[k][j] = Pair(0);
+    }
+#pragma unroll 1
     for (int v0 = lane; v0 < vectors; v0 += 32 * kAhead) {
-      uint4 weights[kAhead][kMostPairs];
+      uint4 weights[kAhead][kJoint][kMostPairs];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
-        for (int pair = 0; pair < kMostPairs; ++pair) {
-          const bool there = v0 + 32 * i < vectors && (kMostPairs == 1 || pair < pairs);
-          weights[i][pair] = there ? row_weights(q, pair)[v0 + 32 * i] : uint4{};
+        for (int k = 0; k < kJoint; ++k) {
+#pragma unroll
+          for (int pair = 0; pair < kMostPairs; ++pair) {
+            const bool there = v0 + 32 * i < vectors && (kMostPairs == 1 || pair < pairs);
+            weights[i][k][pair] = there ? row_weights(first + k, pair)[v0 + 32 * i] : uint4{};
+          }
         }
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (v0 + 32 * i >= vectors) break;
         const int epoch = epoch_of(v0 + 32 * i);
-        __nv_bfloat162 low[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) low[j] = Pair(0);
+        for (int k = 0; k < kJoint; ++k) {
+          __nv_bfloat162 low[4];
 #pragma unroll
-        for (int pair = 0; pair < kMostPairs; ++pair) {
-          if (kMostPairs > 1 && pair >= pairs) break;
-          const __nv_bfloat162 factor = Pair(factors[(q * pairs + pair) * epochs + epoch].low);
-          const uint4 x = weights[i][pair];
-          low[0] = __hfma2(Pair(x.x), factor, low[0]);
-          low[1] = __hfma2(Pair(x.y), factor, low[1]);
-          low[2] = __hfma2(Pair(x.z), factor, low[2]);
-          low[3] = __hfma2(Pair(x.w), factor, low[3]);
+          for (int j = 0; j < 4; ++j) low[j] = Pair(0);
+#pragma unroll
+          for (int pair = 0; pair < kMostPairs; ++pair) {
+            if (kMostPairs > 1 && pair >= pairs) break;
+            const __nv_bfloat162 factor = Pair(factors[((first + k) * pairs + pair) * epochs + epoch].low);
+            const uint4 x = weights[i][k][pair];
+            low[0] = __hfma2(Pair(x.x), factor, low[0]);
+            low[1] = __hfma2(Pair(x.y), factor, low[1]);
+            low[2] = __hfma2(Pair(x.z), factor, low[2]);
+            low[3] = __hfma2(Pair(x.w), factor, low[3]);
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) most[k][j] = __hmax2(most[k][j], low[j]);
         }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) most[j] = __hmax2(most[j], low[j]);
       }
     }
-    // Neighbouring items are in different sets: they are often alike.
-    uint32_t* own = maxima + q * 2 * list_keys;
-    if (set_words == 2) {
-      *reinterpret_cast<uint2*>(own + 2 * lane) =
-          make_uint2(Bits(__hmax2(most[0], most[2])), Bits(__hmax2(most[1], most[3])));
-    } else {
-      *reinterpret_cast<uint4*>(own + 4 * lane) =
-          make_uint4(Bits(most[0]), Bits(most[1]), Bits(most[2]), Bits(most[3]));
+#pragma unroll
+    for (int k = 0; k < kJoint; ++k) {
+      // Neighbouring items are in different sets: they are often alike.
+      uint32_t* own = maxima + (first + k) * 2 * list_keys;
+      if (set_words == 2) {
+        *reinterpret_cast<uint2*>(own + 2 * lane) =
+            make_uint2(Bits(__hmax2(most[k][0], most[k][2])), Bits(__hmax2(most[k][1], most[k][3])));
+      } else {
+        *reinterpret_cast<uint4*>(own + 4 * lane) =
+            make_uint4(Bits(most[k][0]), Bits(most[k][1]), Bits(most[k][2]), Bits(most[k][3]));
+      }
     }
   }
   __syncwarp();
