@@ -515,6 +515,17 @@ TEST(CApi, ParametersOfAnOlderHeaderHaveNoSinks) {
   }
 }
 
+TEST(CApi, LengthsInDeviceMemoryAreRefusedOnTheCpuAndUnknownToOlderHeaders) {
+  Problem problem;
+  problem.Fill();
+  const int32_t lens[] = {1, 1};
+  problem.forward.kv_lens = lens;
+  EXPECT_EQ(phsa_forward(problem.plan, &problem.forward), PHSA_UNSUPPORTED);
+  EXPECT_NE(std::string(phsa_last_error()).find("kv_lens is given"), std::string::npos) << phsa_last_error();
+  problem.forward.struct_size = offsetof(phsa_forward_params, kv_lens);
+  EXPECT_EQ(phsa_forward(problem.plan, &problem.forward), PHSA_OK) << phsa_last_error();
+}
+
 TEST(CApi, SettingsGoThroughJsonAndBack) {
   phsa_settings settings = Init<phsa_settings>();
   const char* json = R"({"top_k": 4, "layers": {"3": {"attention": "dense"}}})";

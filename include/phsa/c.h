@@ -197,6 +197,11 @@ typedef struct phsa_forward_params {
   /* Attention sinks: for each head the score of one more key, whose value is zero. They weaken what is read and are
    * part of lse; blocks are chosen without them. phsa_backward does not take what was made with them. */
   const float* sinks; /* [q_head], of a plan for CUDA in device memory; NULL: none */
+  /* For CUDA graphs, in which lengths grow from replay to replay: the lengths in device memory, read when the kernels
+   * run, of a plan for CUDA with one query a sequence and pages, whose own kv_lens are upper limits. A length of 0 is
+   * no sequence: its output is zero. phsa_forward only; group_reduce none, selection_scores, and top_k above 0 without
+   * reps are refused. NULL: the plan's. */
+  const int32_t* kv_lens; /* [num_seqs] */
 } phsa_forward_params;
 
 typedef struct phsa_backward_params {

@@ -66,6 +66,27 @@ struct Rows {
   int64_t rows, heads, row_stride, head_stride;
 };
 
+// A tensor (pages, rows, heads, width) whose last dimension is contiguous, such as a view of a serving engine's cache.
+struct Pages {
+  Pages(const Tensor& tensor, const char* name, ScalarType type, int64_t width, int32_t device) {
+    RequireDevice(tensor, name, device);
+    Require(tensor.dim() == 4, name, "must have 4 dimensions");
+    Require(tensor.scalar_type() == type, name, "has another dtype than q");
+    Require(tensor.size(3) == width, name, "has a wrong last dimension");
+    Require(width <= 1 || tensor.stride(3) == 1, name, "must be contiguous in the last dimension");
+    data = tensor.data_ptr();
+    pages = tensor.size(0);
+    rows = tensor.size(1);
+    heads = tensor.size(2);
+    page_stride = tensor.stride(0);
+    row_stride = tensor.stride(1);
+    head_stride = tensor.stride(2);
+  }
+
+  void* data;
+  int64_t pages, rows, heads, page_stride, row_stride, head_stride;
+};
+
 // A contiguous tensor of that many elements.
 template <class T>
 T* Elements(const Tensor& tensor, const char* name, ScalarType type, int64_t count, int32_t device) {
@@ -84,8 +105,9 @@ T* Elements(const MaybeTensor& tensor, const char* name, ScalarType type, int64_
 struct Layout {
   const Tensor& q_lens;
   const Tensor& kv_lens;
-  const Tensor& kv_starts;
+  const Tensor* kv_starts;
   const Tensor* rep_starts;
+  int64_t page_size = 0;
 };
 
 struct SettingArgs {
@@ -125,10 +147,13 @@ class Plan {
     desc.num_seqs = static_cast<int32_t>(seqs);
     desc.q_lens = Elements<int32_t>(layout.q_lens, "q_lens", ScalarType::Int, seqs, kHost);
     desc.kv_lens = Elements<int32_t>(layout.kv_lens, "kv_lens", ScalarType::Int, seqs, kHost);
-    desc.kv_starts = Elements<int64_t>(layout.kv_starts, "kv_starts", ScalarType::Long, seqs, kHost);
+    if (layout.kv_starts != nullptr) {
+      desc.kv_starts = Elements<int64_t>(*layout.kv_starts, "kv_starts", ScalarType::Long, seqs, kHost);
+    }
     if (layout.rep_starts != nullptr) {
       desc.rep_starts = Elements<int64_t>(*layout.rep_starts, "rep_starts", ScalarType::Long, seqs, kHost);
     }
+    desc.page_size = static_cast<int32_t>(layout.page_size);
     desc.scale = static_cast<float>(args.scale);
     desc.max_threads = static_cast<int32_t>(threads);
     desc.device = device;
@@ -220,7 +245,7 @@ void Represent(Tensor k, MaybeTensor flags, Tensor q_lens, Tensor kv_lens, Tenso
   const ScalarType type = k.scalar_type();
   const int32_t device = DeviceOf(k);
   const Rows keys(k, "k", type, k.size(2), device);
-  const Plan plan(device, Dtype(k), keys.heads, keys.heads, k.size(2), {q_lens, kv_lens, kv_starts, &rep_starts},
+  const Plan plan(device, Dtype(k), keys.heads, keys.heads, k.size(2), {q_lens, kv_lens, &kv_starts, &rep_starts},
                   {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, parts, survivors, 0},
                   threads);
   phsa_forward_params params = PHSA_INIT(phsa_forward_params);
@@ -242,7 +267,7 @@ void CheckPlan(Tensor lens, int64_t dtype, int64_t q_heads, int64_t kv_heads, in
   const Tensor starts = torch::stable::new_empty(lens, {1}, ScalarType::Long);
   *static_cast<int64_t*>(starts.data_ptr()) = 0;
   Plan(static_cast<int32_t>(device), static_cast<int32_t>(dtype), q_heads, kv_heads, head_dim,
-       {lens, lens, starts, nullptr},
+       {lens, lens, &starts, nullptr},
        {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, parts, survivors, 0}, 1);
 }
 
@@ -259,7 +284,7 @@ void Forward(Tensor q, Tensor k, MaybeTensor v, MaybeTensor flags, MaybeTensor r
   const Rows queries(q, "q", type, head_dim, device);
   const Rows keys(k, "k", type, head_dim, device);
   const Plan plan(
-      device, Dtype(q), queries.heads, keys.heads, head_dim, {q_lens, kv_lens, kv_starts, &rep_starts},
+      device, Dtype(q), queries.heads, keys.heads, head_dim, {q_lens, kv_lens, &kv_starts, &rep_starts},
       {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, parts, survivors, scale},
       threads);
 
@@ -298,6 +323,99 @@ void Forward(Tensor q, Tensor k, MaybeTensor v, MaybeTensor flags, MaybeTensor r
   }
 }
 
+// Attention over keys on pages, such as those of a serving engine, where they are: k, v (pages, page_size, kv_heads,
+// head_dim), flags (pages, page_size), reps (pages, rows, kv_heads, width), of any strides but the last; page_table
+// (sequences, at least as many pages as the longest sequence has). device_lens: see phsa_forward_params.kv_lens.
+void ForwardPaged(Tensor q, Tensor k, Tensor v, MaybeTensor flags, MaybeTensor reps, MaybeTensor sinks, Tensor q_lens,
+                  Tensor kv_lens, Tensor page_table, MaybeTensor device_lens, int64_t policy, int64_t block,
+                  int64_t init, int64_t local, int64_t top_k, double lam, MaybeTensor head_lambda, int64_t group_reduce,
+                  int64_t dense_below, int64_t parts, int64_t survivors, double scale, int64_t threads, int64_t stream,
+                  Tensor out, MaybeTensor selection) {
+  Require(q.dim() == 3, "q", "must have 3 dimensions");
+  const ScalarType type = q.scalar_type();
+  const int64_t head_dim = q.size(2);
+  const int32_t device = DeviceOf(q);
+  const Rows queries(q, "q", type, head_dim, device);
+  const Pages keys(k, "k", type, head_dim, device);
+  const Pages values(v, "v", type, head_dim, device);
+  Require(values.pages == keys.pages && values.rows == keys.rows && values.heads == keys.heads, "v",
+          "has another shape than k");
+  const Plan plan(
+      device, Dtype(q), queries.heads, keys.heads, head_dim, {q_lens, kv_lens, nullptr, nullptr, keys.rows},
+      {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, parts, survivors, scale},
+      threads);
+
+  phsa_forward_params params = PHSA_INIT(phsa_forward_params);
+  params.q = queries.pointer();
+  params.q_token_stride = queries.row_stride;
+  params.q_head_stride = queries.head_stride;
+  const Rows outputs(out, "out", type, head_dim, device);
+  Require(outputs.rows == queries.rows && outputs.heads == queries.heads, "out", "has another shape than q");
+  params.out = outputs.pointer();
+  params.out_token_stride = outputs.row_stride;
+  params.out_head_stride = outputs.head_stride;
+  phsa_kv& kv = params.kv;
+  kv = PHSA_INIT(phsa_kv);
+  kv.k = keys.data;
+  kv.k_token_stride = keys.row_stride;
+  kv.k_head_stride = keys.head_stride;
+  kv.k_page_stride = keys.page_stride;
+  kv.v = values.data;
+  kv.v_token_stride = values.row_stride;
+  kv.v_head_stride = values.head_stride;
+  kv.v_page_stride = values.page_stride;
+  if (flags) {
+    RequireDevice(*flags, "flags", device);
+    Require(flags->scalar_type() == ScalarType::Byte, "flags", "has a wrong dtype");
+    Require(flags->dim() == 2 && flags->size(0) == keys.pages && flags->size(1) == keys.rows && flags->stride(1) == 1,
+            "flags", "must be (pages, page_size), contiguous in the last dimension");
+    kv.flags = static_cast<const uint8_t*>(flags->data_ptr());
+    kv.flags_page_stride = flags->stride(0);
+  }
+  const int32_t rep_width = phsa_plan_rep_width(plan.get());
+  if (reps && rep_width > 0) {
+    const Pages rows(*reps, "reps", type, rep_width, device);
+    Require(rows.pages == keys.pages && rows.heads == keys.heads &&
+                rows.rows == keys.rows / phsa_plan_rep_stride(plan.get()),
+            "reps", "must be (pages, rows of a page, kv_heads, width)");
+    kv.reps = rows.data;
+    kv.rep_row_stride = rows.row_stride;
+    kv.rep_head_stride = rows.head_stride;
+    kv.rep_page_stride = rows.page_stride;
+  }
+  RequireDevice(page_table, "page_table", device);
+  Require(page_table.scalar_type() == ScalarType::Int && page_table.dim() == 2 && page_table.stride(1) == 1,
+          "page_table", "must be int32 (sequences, pages), contiguous in the last dimension");
+  const auto* const lens = static_cast<const int32_t*>(kv_lens.data_ptr());
+  const auto* const new_lens = static_cast<const int32_t*>(q_lens.data_ptr());
+  int64_t total = 0;
+  for (int64_t s = 0; s < q_lens.numel(); ++s) total += new_lens[s];
+  Require(total == queries.rows, "q", "has another number of tokens than q_lens");
+  Require(page_table.size(0) == kv_lens.numel(), "page_table", "has another number of sequences than kv_lens");
+  for (int64_t s = 0; s < kv_lens.numel(); ++s) {
+    const int64_t needed = (lens[s] + keys.rows - 1) / keys.rows;
+    Require(needed <= page_table.size(1), "page_table", "has too few pages for a sequence");
+    if (device != PHSA_DEVICE_CPU) continue;  // the device's numbers are its own
+    const auto* const pages = static_cast<const int32_t*>(page_table.data_ptr()) + s * page_table.stride(0);
+    for (int64_t i = 0; i < needed; ++i) {
+      Require(pages[i] >= 0 && pages[i] < keys.pages, "page_table", "names a page that does not exist");
+    }
+  }
+  kv.page_table = static_cast<const int32_t*>(page_table.data_ptr());
+  kv.page_table_stride = page_table.stride(0);
+  params.sinks = Elements<float>(sinks, "sinks", ScalarType::Float, queries.heads, device);
+  params.kv_lens = Elements<int32_t>(device_lens, "device_lens", ScalarType::Int, kv_lens.numel(), device);
+  params.selection =
+      Elements<int32_t>(selection, "selection", ScalarType::Int, plan.SelectionSize(queries.rows), device);
+  params.workspace_size = phsa_plan_workspace_size(plan.get());
+  const Workspace workspace(q, params.workspace_size);
+  params.workspace = workspace.data();
+  params.stream = Stream(stream);
+  const Threads pool = Threads::Get(static_cast<int32_t>(threads));
+  params.executor = pool.executor();
+  Check(phsa_forward(plan.get(), &params));
+}
+
 void Backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor selection, Tensor q_lens,
               Tensor kv_lens, Tensor kv_starts, int64_t policy, int64_t block, int64_t init, int64_t local,
               int64_t top_k, double lam, MaybeTensor head_lambda, int64_t group_reduce, int64_t dense_below,
@@ -311,7 +429,7 @@ void Backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse
   const Rows keys(k, "k", type, head_dim, device);
   const Rows values(v, "v", type, head_dim, device);
   const Plan plan(
-      device, Dtype(q), queries.heads, keys.heads, head_dim, {q_lens, kv_lens, kv_starts, nullptr},
+      device, Dtype(q), queries.heads, keys.heads, head_dim, {q_lens, kv_lens, &kv_starts, nullptr},
       {policy, block, init, local, top_k, lam, head_lambda, group_reduce, dense_below, parts, survivors, scale},
       threads);
   const auto like = [&](const Tensor& tensor, const char* name, const Rows& other) {
@@ -377,6 +495,10 @@ STABLE_TORCH_LIBRARY(phsa_kernels, m) {
       "scores) "
       "-> ()");
   m.def(
+      "forward_paged(Tensor q, Tensor k, Tensor v, Tensor? flags, Tensor(a!)? reps, Tensor? sinks, Tensor q_lens, "
+      "Tensor kv_lens, Tensor page_table, Tensor? device_lens, " PHSA_SETTINGS_SCHEMA
+      ", float scale, int threads, int stream, Tensor(b!) out, Tensor(c!)? selection) -> ()");
+  m.def(
       "backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor selection, "
       "Tensor q_lens, Tensor kv_lens, Tensor kv_starts, " PHSA_SETTINGS_SCHEMA
       ", float scale, int threads, int stream, Tensor(a!) d_q, Tensor(b!) d_k, Tensor(c!) d_v) -> ()");
@@ -385,6 +507,7 @@ STABLE_TORCH_LIBRARY(phsa_kernels, m) {
 STABLE_TORCH_LIBRARY_IMPL(phsa_kernels, CUDA, m) {
   m.impl("represent", TORCH_BOX(&phsa_torch::Represent));
   m.impl("forward", TORCH_BOX(&phsa_torch::Forward));
+  m.impl("forward_paged", TORCH_BOX(&phsa_torch::ForwardPaged));
   m.impl("backward", TORCH_BOX(&phsa_torch::Backward));
 }
 
@@ -392,5 +515,6 @@ STABLE_TORCH_LIBRARY_IMPL(phsa_kernels, CPU, m) {
   m.impl("check", TORCH_BOX(&phsa_torch::CheckPlan));
   m.impl("represent", TORCH_BOX(&phsa_torch::Represent));
   m.impl("forward", TORCH_BOX(&phsa_torch::Forward));
+  m.impl("forward_paged", TORCH_BOX(&phsa_torch::ForwardPaged));
   m.impl("backward", TORCH_BOX(&phsa_torch::Backward));
 }

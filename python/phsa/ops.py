@@ -25,7 +25,7 @@ except ImportError as error:
 
 from . import _fallback
 
-__all__ = ["backends", "missing_kernels", "phsa_attention", "representatives", "select"]
+__all__ = ["backends", "missing_kernels", "paged_attention", "phsa_attention", "refusal", "representatives", "select"]
 
 BACKENDS = ("auto", "cpu", "cuda", "torch")
 _REFUSED = "phsa refuses: "  # as in csrc/status.h
@@ -59,8 +59,10 @@ def _warn(reason: str) -> None:
     warnings.warn(f"phsa: no kernels, plain PyTorch is many times slower: {reason}", stacklevel=2)
 
 
-def _kernel(name: str, device: torch.device, args: Sequence[object], outputs: Sequence[object]) -> None:
-    """Runs an operator of the library, on the device's current stream.
+def _kernel(
+    name: str, device: torch.device, args: Sequence[object], outputs: Sequence[object], threads: int | None = None
+) -> None:
+    """Runs an operator of the library, on the device's current stream or on the CPU by that many threads (torch's).
 
     torch makes a RuntimeError of every C++ exception; refusals bear a mark.
     """
@@ -74,7 +76,7 @@ def _kernel(name: str, device: torch.device, args: Sequence[object], outputs: Se
                 with torch.cuda.device(device):
                     operator(*args, 1, stream, *outputs)
         else:
-            operator(*args, torch.get_num_threads(), 0, *outputs)
+            operator(*args, threads or torch.get_num_threads(), 0, *outputs)
     except RuntimeError as error:
         message = str(error)
         if not message.startswith(_REFUSED):
@@ -1087,6 +1089,65 @@ def _eager(
     else:
         results = _eager_forward(prepared, q, k, v, flags)
     return results if batch is None else tuple(x.unflatten(0, batch) for x in results)
+
+
+def refusal(
+    settings: Settings, *, device: str, dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int, keys: int
+) -> str | None:
+    """Why the kernels of a device (cpu or cuda) cannot run such calls, in the library's words; None where they can.
+
+    keys: the tokens of the longest sequence."""
+    reason = missing_kernels()
+    if reason is None and device == "cuda" and not _library.has_cuda():
+        reason = "libphsa was built without CUDA"
+    return reason or _misfit(device, dtype, q_heads, kv_heads, head_dim, keys, settings)
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    settings: Settings,
+    q_lens: Tensor,
+    kv_lens: Tensor,
+    page_table: Tensor,
+    out: Tensor,
+    reps: Tensor | None = None,
+    flags: Tensor | None = None,
+    sinks: Tensor | None = None,
+    device_lens: Tensor | None = None,
+    selection: Tensor | None = None,
+    scale: float | None = None,
+    threads: int | None = None,
+) -> None:
+    """Attention over keys on the pages of somebody else's cache, where they are; by the kernels, without gradients.
+
+    The queries of a sequence are the last of its positions, whose keys lie in the cache already. Representatives that
+    they complete are written into reps; those before them are taken from there.
+
+    Args:
+        q, out: (tokens, q_heads, head_dim), the sequences one after the other. out is written.
+        k, v: (pages, page_size, kv_heads, head_dim), of any strides but the last; page_size: a multiple of the block.
+        q_lens, kv_lens: int32 (sequences,), on the CPU.
+        page_table: int32 (sequences, pages of the longest), where q is.
+        reps: (pages, rows, kv_heads, width) with rows = page_size / tokens a row; None: nothing is chosen, or the
+            representatives of the whole batch are made in each call (CPU only).
+        flags: uint8 (pages, page_size): 1 where a token is punctuation.
+        sinks: f32 (q_heads,), a score beside the keys' whose value is zero.
+        device_lens: int32 (sequences,) where q is, on a CUDA device and with one query a sequence: the lengths, read
+            when the kernels run. kv_lens are then upper limits, so that a CUDA graph can be replayed as texts grow.
+        selection: int32 (tokens, choosing heads, top_k), written.
+        threads: on the CPU; None: torch's.
+    """
+    reason = _load()
+    if reason is not None:
+        raise RuntimeError(f"paged_attention: there are no kernels: {reason}")
+    lam = (settings.lam,) if isinstance(settings.lam, Real) else settings.lam
+    scale = default_scale(q.shape[-1]) if scale is None else float(scale)
+    native = _native_settings(settings, lam)
+    args = (q, k, v, flags, reps, sinks, q_lens, kv_lens, page_table, device_lens, *native, scale)
+    _kernel("forward_paged", q.device, args, (out, selection), threads)
 
 
 def representatives(

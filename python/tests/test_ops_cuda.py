@@ -270,3 +270,47 @@ def test_auto_takes_pytorch_for_what_the_kernels_cannot_do() -> None:
     got = ops.phsa_attention(q, k, v, flags, **SMALL)
     want = ops.phsa_attention(q, k, v, flags, **SMALL, backend="torch")
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@needs_gpu
+def test_paged_decode_reads_its_lengths_when_a_graph_is_replayed() -> None:
+    """As phsa.vllm calls it: keys and values side by side, heads inside tokens, lengths on the device."""
+    generator = torch.Generator().manual_seed(3)
+    pages, page_size, heads, kv_heads, head_dim = 64, 16, 4, 2, 128
+    cache = torch.randn(pages, page_size, kv_heads, 2 * head_dim, generator=generator).to("cuda", torch.bfloat16)
+    k, v = cache.split(head_dim, dim=-1)
+    reps = torch.zeros(pages, 1, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    flags = (torch.rand(pages, page_size, generator=generator) < 0.15).to("cuda", torch.uint8)
+    table = torch.randperm(pages, generator=generator)[:60].reshape(2, 30).to("cuda", torch.int32)
+    settings = Settings(**SMALL)
+    options = {"settings": settings, "page_table": table, "reps": reps, "flags": flags}
+    # What was prefilled: all representatives.
+    whole = torch.tensor([400, 300], dtype=torch.int32)
+    q = torch.randn(700, heads, head_dim, generator=generator).to("cuda", torch.bfloat16)
+    ops.paged_attention(q, k, v, q_lens=whole, kv_lens=whole, out=torch.empty_like(q), **options)
+
+    q = torch.randn(2, heads, head_dim, generator=generator).to("cuda", torch.bfloat16)
+    out = torch.empty_like(q)
+    ones = torch.ones(2, dtype=torch.int32)
+    lens = torch.tensor([400, 300], dtype=torch.int32, device="cuda")
+
+    def decode() -> None:
+        ops.paged_attention(q, k, v, q_lens=ones, kv_lens=ones * 480, device_lens=lens, out=out, **options)
+
+    decode()  # before it is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode()
+    for lengths in ([400, 300], [401, 290], [250, 0]):
+        lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        for i, length in enumerate(lengths):
+            if length == 0:
+                assert (out[i] == 0).all()
+                continue
+            rows = table[i].long()
+            keys, values, marks = (x[rows].flatten(0, 1)[:length] for x in (k, v, flags))
+            want, _ = ops.phsa_attention(
+                q[i : i + 1], keys.contiguous(), values.contiguous(), marks.contiguous(), **SMALL
+            )
+            assert relative_error(out[i], want[0]) < 2e-2

@@ -82,7 +82,10 @@ void Write(const Settings& settings, phsa_settings* out) {
 // The parameters of a stage, whose structs grew.
 phsa_forward_params WidenedParams(const phsa_forward_params* params, const char* where) {
   if (params == nullptr) ThrowInvalid("{}: params is null", where);
-  return Widened(*params, {offsetof(phsa_forward_params, stream), offsetof(phsa_forward_params, sinks)}, where);
+  return Widened(*params,
+                 {offsetof(phsa_forward_params, stream), offsetof(phsa_forward_params, sinks),
+                  offsetof(phsa_forward_params, kv_lens)},
+                 where);
 }
 phsa_backward_params WidenedParams(const phsa_backward_params* params, const char* where) {
   if (params == nullptr) ThrowInvalid("{}: params is null", where);

@@ -168,17 +168,21 @@ void CheckWorkspace(const void* workspace, size_t size, size_t needed, const cha
 }
 
 // What a stage reads and writes.
-enum class Needs { kKeys, kQueries, kAll };
+enum class Needs { kKeys, kQueries, kAll, kForward };
 
 void CheckForward(const PlanImpl& plan, const ForwardParams& params, const char* where, Needs needs) {
   if (params.struct_size != sizeof(ForwardParams)) {
     ThrowInvalid("{}: struct_size is {}; allowed: {} (use PHSA_INIT)", where, params.struct_size,
                  sizeof(ForwardParams));
   }
-  CheckKv(plan, params.kv, where, needs == Needs::kAll);
+  const bool attends = needs == Needs::kAll || needs == Needs::kForward;
+  CheckKv(plan, params.kv, where, attends);
   CheckExecutor(plan, params.executor, where);
   if (needs != Needs::kKeys && params.q == nullptr) ThrowInvalid("{}: q is null", where);
-  if (needs == Needs::kAll && params.out == nullptr) ThrowInvalid("{}: out is null", where);
+  if (attends && params.out == nullptr) ThrowInvalid("{}: out is null", where);
+  if (params.kv_lens != nullptr && (needs != Needs::kForward || plan.device != PHSA_DEVICE_CUDA)) {
+    Throw(PHSA_UNSUPPORTED, "{}: kv_lens is given; allowed: in phsa_forward with a plan for CUDA", where);
+  }
   CheckWorkspace(params.workspace, params.workspace_size, plan.workspace_size, where);
 }
 
@@ -262,7 +266,7 @@ void Plan::Attend(const ForwardParams& params) const {
 }
 
 void Plan::Forward(const ForwardParams& params) const {
-  CheckForward(*impl_, params, "forward", Needs::kAll);
+  CheckForward(*impl_, params, "forward", Needs::kForward);
   if (impl_->device == PHSA_DEVICE_CUDA) return cuda::Forward(*impl_, params);
   ActiveBackend().forward(*impl_, params);
 }

@@ -257,7 +257,17 @@ void Forward(const PlanImpl& plan, const phsa::ForwardParams& params) {
   ForwardParams p = FromC(plan, params, true, "forward");
   UploadTables(plan, params.workspace, stream, "forward");
   // Decoding has kernels of its own; they keep the representatives of a cache up, and give no scores.
-  if (IsDecode(plan) && (params.kv.reps != nullptr || plan.top_k == 0) && params.selection_scores == nullptr) {
+  const bool decodes =
+      IsDecode(plan) && (params.kv.reps != nullptr || plan.top_k == 0) && params.selection_scores == nullptr;
+  if (params.kv_lens != nullptr) {
+    if (!decodes || plan.page_size == 0) {
+      Throw(PHSA_UNSUPPORTED,
+            "forward: kv_lens is given; allowed: with pages, one query a sequence, lists for groups, representatives "
+            "and no selection_scores");
+    }
+    p.batch.kv_lens = params.kv_lens;
+  }
+  if (decodes) {
     p.selection = params.selection;
     Check(Decode(p, stream), "forward");
     return;
