@@ -7,7 +7,7 @@
 #include <map>
 #include <set>
 
-#include "eval/niah_random.h"
+#include "eval/niah/random.h"
 #include "eval/perplexity.h"
 #include "eval/tune_meter.h"
 #include "eval/tune_report.h"

@@ -13,7 +13,7 @@
 #include "cli/prompt.h"
 #include "cli/terminal.h"
 #include "engine/export.h"
-#include "eval/niah_run.h"
+#include "eval/niah/run.h"
 #include "eval/settings_text.h"
 #include "eval/tune_meter.h"
 #include "eval/tune_report.h"

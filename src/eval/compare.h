@@ -10,8 +10,8 @@
 
 #include "engine/session.h"
 #include "eval/flops.h"
-#include "eval/niah_run.h"
-#include "eval/niah_statistics.h"
+#include "eval/niah/run.h"
+#include "eval/niah/statistics.h"
 #include "eval/perplexity.h"
 #include "eval/settings_text.h"
 #include "eval/speed.h"

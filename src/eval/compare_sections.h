@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "eval/compare.h"
-#include "eval/niah_report.h"
+#include "eval/niah/report.h"
 
 namespace phsa {
 

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "eval/niah_statistics.h"
+#include "eval/niah/statistics.h"
 
 namespace phsa {
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
-#include "eval/niah_records.h"
+#include "eval/niah/records.h"
 #include "eval/query_blocks.h"
 
 namespace phsa {

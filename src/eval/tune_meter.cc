@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "eval/niah_random.h"
+#include "eval/niah/random.h"
 #include "eval/perplexity.h"
 
 namespace phsa {

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "eval/niah_run.h"
+#include "eval/niah/run.h"
 #include "eval/tune.h"
 
 namespace phsa {

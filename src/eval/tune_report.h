@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "eval/niah_records.h"
-#include "eval/niah_statistics.h"
+#include "eval/niah/records.h"
+#include "eval/niah/statistics.h"
 #include "eval/tune.h"
 
 namespace phsa {

@@ -1,4 +1,4 @@
-#include "eval/niah_run.h"
+#include "eval/niah/run.h"
 
 #include <fmt/ranges.h>
 

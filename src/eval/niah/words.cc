@@ -1,4 +1,4 @@
-#include "eval/niah_words.h"
+#include "eval/niah/words.h"
 
 namespace phsa {
 namespace {

@@ -1,4 +1,4 @@
-#include "eval/niah_heatmap.h"
+#include "eval/niah/heatmap.h"
 
 #include <fmt/format.h>
 

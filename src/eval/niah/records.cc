@@ -1,4 +1,4 @@
-#include "eval/niah_records.h"
+#include "eval/niah/records.h"
 
 #include <fcntl.h>
 #include <fmt/format.h>

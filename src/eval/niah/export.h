@@ -5,8 +5,8 @@
 #include <filesystem>
 
 #include "engine/engine.h"
-#include "eval/niah_prompt.h"
-#include "eval/niah_run.h"
+#include "eval/niah/prompt.h"
+#include "eval/niah/run.h"
 
 namespace phsa {
 

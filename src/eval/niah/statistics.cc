@@ -1,4 +1,4 @@
-#include "eval/niah_statistics.h"
+#include "eval/niah/statistics.h"
 
 #include <algorithm>
 #include <cmath>

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "eval/niah_task.h"
+#include "eval/niah/task.h"
 #include "phsa/settings.h"
 
 namespace phsa {

@@ -1,4 +1,4 @@
-#include "eval/niah_export.h"
+#include "eval/niah/export.h"
 
 #include <algorithm>
 

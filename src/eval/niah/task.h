@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "eval/niah_random.h"
+#include "eval/niah/random.h"
 
 namespace phsa {
 

@@ -1,11 +1,11 @@
-#include "eval/niah_task.h"
+#include "eval/niah/task.h"
 
 #include <fmt/format.h>
 
 #include <array>
 
 #include "base/errors.h"
-#include "eval/niah_words.h"
+#include "eval/niah/words.h"
 
 namespace phsa {
 namespace {

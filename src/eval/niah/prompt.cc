@@ -1,4 +1,4 @@
-#include "eval/niah_prompt.h"
+#include "eval/niah/prompt.h"
 
 #include <fmt/format.h>
 

@@ -1,4 +1,4 @@
-#include "eval/niah_haystack.h"
+#include "eval/niah/haystack.h"
 
 #include <algorithm>
 #include <array>

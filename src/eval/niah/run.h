@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "eval/niah_prompt.h"
-#include "eval/niah_records.h"
+#include "eval/niah/prompt.h"
+#include "eval/niah/records.h"
 
 namespace phsa {
 

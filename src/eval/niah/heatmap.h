@@ -6,7 +6,7 @@
 #include <span>
 #include <string>
 
-#include "eval/niah_report.h"
+#include "eval/niah/report.h"
 
 namespace phsa {
 

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "eval/niah_haystack.h"
-#include "eval/niah_task.h"
+#include "eval/niah/haystack.h"
+#include "eval/niah/task.h"
 #include "tokenizer/chat_template.h"
 #include "tokenizer/tokenizer.h"
 

@@ -1,4 +1,4 @@
-#include "eval/niah_report.h"
+#include "eval/niah/report.h"
 
 #include <fmt/format.h>
 
