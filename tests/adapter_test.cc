@@ -187,8 +187,7 @@ TEST(Adapter, FoldersThatHoldNoneAreRefused) {
   EXPECT_NE(refusal().find("phsa.json: is empty"), std::string::npos);
   EXPECT_NE(Refusal([&] { Adapter::Open(folder.path() / "phsa.json", SmallBase()); }).find("is no folder"),
             std::string::npos);
-  EXPECT_NE(Refusal([&] { ModelSource::Open(folder.path()); }).find("give its folder with --adapter"),
-            std::string::npos);
+  EXPECT_NE(Refusal([&] { ModelSource::Open(folder.path()); }).find("give its folder as adapter"), std::string::npos);
 }
 
 TEST(ModelWriter, NumbersAreRoundedAsTheyAreReadBack) {

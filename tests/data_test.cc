@@ -130,7 +130,7 @@ TEST(JsonLine, OnlyTheFieldOfTheObjectItselfCounts) {
   EXPECT_EQ(refusal(R"({"text": "x", "text": 3})"),
             "file: line 7: the field \"text\" is a number; it must be a string");
   EXPECT_EQ(refusal(R"({"a": {"text": "x"}})"),
-            "file: line 7: there is no field \"text\"; name the one with the text: --field");
+            "file: line 7: there is no field \"text\"; name the one with the text: field");
   EXPECT_NE(refusal("{\"text\": \"\xc3(\"}").find("not UTF-8: byte 11 of the line"), std::string::npos);
   EXPECT_NE(refusal(R"({"text": "x"})"
                     "x")
@@ -264,7 +264,7 @@ TEST(TokenFolder, WithoutPublishNothingIsLeft) {
     tokens.Complete();
     tokens.Publish();
   }
-  EXPECT_NE(Refusal([&] { TokenFolder(out, info, false); }).find("--force"), std::string::npos);
+  EXPECT_NE(Refusal([&] { TokenFolder(out, info, false); }).find("force to replace"), std::string::npos);
   (void)TokenFolder(out, info, true);  // replaces nothing before it publishes
   EXPECT_TRUE(fs::exists(out / "index.json"));
   EXPECT_FALSE(fs::exists(out / ".part"));

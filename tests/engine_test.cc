@@ -153,12 +153,12 @@ TEST(Sampler, SettingsOutOfRangeAreRefusedByName) {
     change(settings);
     return Refusal([&] { Validate(settings); });
   };
-  EXPECT_NE(refused([](auto& s) { s.temperature = -1; }).find("--temp"), std::string::npos);
-  EXPECT_NE(refused([](auto& s) { s.top_p = 0; }).find("--top-p"), std::string::npos);
-  EXPECT_NE(refused([](auto& s) { s.top_p = std::nanf(""); }).find("--top-p"), std::string::npos);
-  EXPECT_NE(refused([](auto& s) { s.min_p = 2; }).find("--min-p"), std::string::npos);
-  EXPECT_NE(refused([](auto& s) { s.top_k = -1; }).find("--top-k"), std::string::npos);
-  EXPECT_NE(refused([](auto& s) { s.repetition_penalty = 0; }).find("--repeat-penalty"), std::string::npos);
+  EXPECT_NE(refused([](auto& s) { s.temperature = -1; }).find("temperature is"), std::string::npos);
+  EXPECT_NE(refused([](auto& s) { s.top_p = 0; }).find("top_p is"), std::string::npos);
+  EXPECT_NE(refused([](auto& s) { s.top_p = std::nanf(""); }).find("top_p is"), std::string::npos);
+  EXPECT_NE(refused([](auto& s) { s.min_p = 2; }).find("min_p is"), std::string::npos);
+  EXPECT_NE(refused([](auto& s) { s.top_k = -1; }).find("top_k is"), std::string::npos);
+  EXPECT_NE(refused([](auto& s) { s.repetition_penalty = 0; }).find("repetition_penalty is"), std::string::npos);
   EXPECT_NE(refused([](auto& s) { s.frequency_penalty = 3; }).find("frequency_penalty"), std::string::npos);
   EXPECT_NE(refused([](auto& s) { s.presence_penalty = std::nanf(""); }).find("presence_penalty"), std::string::npos);
   EXPECT_NE(refused([](auto& s) { s.logit_bias = {{5, 101.0f}}; }).find("logit_bias of token 5"), std::string::npos);
@@ -424,7 +424,7 @@ TEST(Session, SpeculationFillsTheContextToItsLastToken) {
 }
 
 TEST(Speculation, NamesThatThereAreNotAreRefused) {
-  EXPECT_EQ(Refusal([] { (void)SpeculationFromName("eagle"); }), "--speculate is \"eagle\"; allowed: none, ngram");
+  EXPECT_EQ(Refusal([] { (void)SpeculationFromName("eagle"); }), "speculate is \"eagle\"; allowed: none, ngram");
 }
 
 TEST(RepetitionWatch, APartThatStandsThereFourTimesIsALoop) {
@@ -481,7 +481,7 @@ TEST(AttentionChoice, TheRuleIsThatOfTheTable) {
     if (one.contains("settings")) choice.config_json = one["settings"].dump();
     const auto resolve = [&] {
       LayerSettings settings = ResolveAttention(choice, config, one.value("context", 8192));
-      RefuseWithoutEffect(choice, {&settings, 1}, false);
+      RefuseWithoutEffect(choice, {&settings, 1});
       return settings;
     };
     if (one.contains("refused")) {
@@ -526,28 +526,30 @@ TEST(AttentionChoice, WrongValuesAreNamed) {
   EXPECT_NE(Refusal([&] { ResolveAttention(choice, config, 4096); }).find("-1"), std::string::npos);
 }
 
-TEST(AttentionChoice, EverySettingThatNoPolicyUsesIsRefusedByItsFlag) {
+TEST(AttentionChoice, EverySettingThatNoPolicyUsesIsRefusedByItsName) {
   const auto refusal = [](const char* policy, const auto& set) {
     AttentionChoice choice;
     choice.policy = policy;
     set(choice);
     const LayerSettings settings = ResolveAttention(choice, ModelConfig(), 8192);
     try {
-      RefuseWithoutEffect(choice, {&settings, 1}, true);
+      RefuseWithoutEffect(choice, {&settings, 1});
     } catch (const Error& error) {
       return std::string(error.what());
     }
     return std::string();
   };
   EXPECT_EQ(refusal("dense", [](AttentionChoice& c) { c.top_k = 4; }),
-            "-K has no effect: the attention is dense; give --attention phsa, infllm2, infllm2-64 or quest, or leave "
-            "-K out");
+            "top_k has no effect: the attention is dense; give attention phsa, infllm2, infllm2-64 or quest, or leave "
+            "top_k out");
   EXPECT_NE(refusal("streaming", [](AttentionChoice& c) { c.top_k = 4; }), "");
-  EXPECT_NE(refusal("infllm2", [](AttentionChoice& c) { c.lambda = 0.5f; }).find("--lambda"), std::string::npos);
-  EXPECT_NE(refusal("quest", [](AttentionChoice& c) { c.punctuation = "en"; }).find("--punctuation"),
+  EXPECT_NE(refusal("infllm2", [](AttentionChoice& c) { c.lambda = 0.5f; }).find("lambda has no effect"),
             std::string::npos);
-  EXPECT_NE(refusal("auto", [](AttentionChoice& c) { c.init = 16; }).find("--init"), std::string::npos);
-  EXPECT_NE(refusal("dense", [](AttentionChoice& c) { c.dense_below = 64; }).find("--dense-below"), std::string::npos);
+  EXPECT_NE(refusal("quest", [](AttentionChoice& c) { c.punctuation = "en"; }).find("punctuation has no effect"),
+            std::string::npos);
+  EXPECT_NE(refusal("auto", [](AttentionChoice& c) { c.init = 16; }).find("init has no effect"), std::string::npos);
+  EXPECT_NE(refusal("dense", [](AttentionChoice& c) { c.dense_below = 64; }).find("dense_below has no effect"),
+            std::string::npos);
   EXPECT_EQ(refusal("streaming", [](AttentionChoice& c) { c.local = 64; }), "");
   EXPECT_EQ(refusal("phsa", [](AttentionChoice& c) { c.lambda = 0.5f; }), "");
 }
@@ -627,7 +629,7 @@ TEST(SamplingChoice, TheUsersCountFirstThenTheModelsThenOurs) {
   choice.seed.reset();
   EXPECT_NE(ResolveSampling(choice, config).seed, ResolveSampling(choice, config).seed) << "once in 4 billion runs";
   choice.top_p = 2.0f;
-  EXPECT_NE(Refusal([&] { ResolveSampling(choice, config); }).find("--top-p is 2"), std::string::npos);
+  EXPECT_NE(Refusal([&] { ResolveSampling(choice, config); }).find("top_p is 2"), std::string::npos);
 }
 
 }  // namespace

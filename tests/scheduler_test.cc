@@ -532,7 +532,7 @@ TEST(Scheduler, WhatSessionsRefuseIsRefused) {
   EXPECT_NE(refused(MakeRequest({5, 101}, Greedy(5))).find("the token 101"), std::string::npos);
   GenerateOptions hot = Greedy(5);
   hot.sampler.temperature = -1;
-  EXPECT_NE(refused(MakeRequest(Tokens(5), hot)).find("--temp"), std::string::npos);
+  EXPECT_NE(refused(MakeRequest(Tokens(5), hot)).find("temperature"), std::string::npos);
   EXPECT_EQ(scheduler.waiting(), 0);
   EXPECT_NE(Refusal([&] { Scheduler(*engine, 0); }).find("allowed: 1"), std::string::npos);
   // Before any work, however far behind it is.

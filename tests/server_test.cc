@@ -748,7 +748,7 @@ TEST(AllowedHosts, AreThisMachinesOwnAndThoseThatWereNamed) {
   }
   for (const char* name : {"", "http://a.example", "a.example:80", "a b", "*", "[::1", "[a]", "a/b"}) {
     const std::string message = Refusal([&] { AllowedHosts({"fine", name}); });
-    EXPECT_NE(message.find("--allow-host"), std::string::npos) << name;
+    EXPECT_NE(message.find("allow_host"), std::string::npos) << name;
   }
 }
 

@@ -606,7 +606,7 @@ TEST(ChatTemplate, NamedTemplatesRenderTheirModelsTurns) {
             "Today Date: 01 Feb 2025\n\n<|eot_id|>" +
                 llama);
   for (const std::string& name : ChatTemplate::Names()) EXPECT_EQ(ChatTemplate::ByName(name).name(), name);
-  EXPECT_NE(Refusal([] { ChatTemplate::ByName("klingon"); }).find("--chat-template"), std::string::npos);
+  EXPECT_NE(Refusal([] { ChatTemplate::ByName("klingon"); }).find("chat_template"), std::string::npos);
 }
 
 TEST(ChatTemplate, ThoughtsOfOldAnswersAreDropped) {
@@ -691,7 +691,7 @@ TEST(ChatTemplate, TheDefaultSystemMessageIsTheTemplatesOwn) {
 
 TEST(ChatTemplate, WhatIsNoTemplateIsRefusedAndTheOptionIsNamed) {
   for (const char* text : {"", "{{", "{% for", "{{ 'x"}) {
-    EXPECT_NE(Refusal([&] { ChatTemplate::Recognise(text); }).find("--chat-template"), std::string::npos) << text;
+    EXPECT_NE(Refusal([&] { ChatTemplate::Recognise(text); }).find("chat_template"), std::string::npos) << text;
   }
 }
 

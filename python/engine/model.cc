@@ -121,7 +121,7 @@ Model::Model(const std::string& model, const std::string& adapter, const std::ve
   Tokenizer tokenizer = LoadTokenizer(*source);
   const int32_t context = options.context > 0 ? options.context : source->config().context;
   options.attention = ResolveAttention(attention, source->config(), context);
-  RefuseWithoutEffect(attention, {&options.attention, 1}, false);
+  RefuseWithoutEffect(attention, {&options.attention, 1});
   if (!chat_template.empty()) {
     chat_template_ = ChatTemplate::ByName(chat_template);
   } else {
@@ -173,7 +173,7 @@ void Model::SetAttention(const AttentionChoice& choice) {
   Turn turn(*this);
   UseAdapter(chosen_adapter_);
   const LayerSettings attention = Resolve(choice);
-  RefuseWithoutEffect(choice, {&attention, 1}, false);
+  RefuseWithoutEffect(choice, {&attention, 1});
   EmptyCache("set_attention");
   engine_->SetAttention(attention);
   attention_choice_ = choice;
@@ -302,7 +302,7 @@ std::vector<GenerateResult> Model::Generate(const std::vector<Ids>& prompts, con
       }
     } catch (const Error& error) {
       if (prompts.size() == 1) throw;
-      Throw(error.status(), "prompt {} of {}, counted from 0: {}", i, prompts.size(), error.what());
+      Throw(error.status(), "prompt {} of {}, counted from 0: {}", i, prompts.size(), error.message());
     }
   }
   const bool several = prompts.size() * static_cast<size_t>(n) > 1;

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/option.h"
 #include "eval/inspect_html.h"
 #include "eval/inspect_report.h"
 #include "io/model_store.h"
@@ -70,34 +71,11 @@ const char* ReasonName(StopReason reason) {
   return "";
 }
 
-// The engine's messages name the program's flags. Here they are arguments.
-std::string WithArgumentNames(std::string message) {
-  constexpr std::pair<const char*, const char*> kNames[] = {
-      {"-c", "context"},
-      {"--device", "device"},
-      {"--kv-type", "kv_type"},
-      {"--weights", "weights"},
-      {"--chat-template", "chat_template"},
-      {"--adapter", "adapter"},
-      {"--chunk", "chunk"},
-      {"--temp", "temperature"},
-      {"--top-k", "top_k"},
-      {"--top-p", "top_p"},
-      {"--min-p", "min_p"},
-      {"--repeat-penalty", "repetition_penalty"},
-      {"--punctuation", "punctuation"},
-  };
-  for (const auto& [flag, argument] : kNames) {
-    const std::string_view word = flag;
-    for (size_t at = 0; (at = message.find(word, at)) != std::string::npos;) {
-      const size_t end = at + word.size();
-      const bool begins = at == 0 || message[at - 1] == ' ' || message[at - 1] == '(';
-      const bool ends = end == message.size() || message[end] == ' ' || message[end] == ')' || message[end] == ',';
-      if (begins && ends) message.replace(at, word.size(), argument);
-      ++at;
-    }
-  }
-  return message;
+// An option as an argument: context, kv_type="bf16". `lambda` is a word of Python's own.
+std::string Argument(std::string_view name, std::string_view value) {
+  if (name.starts_with(kSettingSign)) name.remove_prefix(1);
+  if (name == "lambda") name = "lam";
+  return value.empty() ? std::string(name) : fmt::format("{}=\"{}\"", name, value);
 }
 
 PyObject* ExceptionFor(phsa_status status) {
@@ -114,7 +92,7 @@ void Translate(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
   } catch (const Error& error) {
-    PyErr_SetString(ExceptionFor(error.status()), WithArgumentNames(error.what()).c_str());
+    PyErr_SetString(ExceptionFor(error.status()), error.Spelt(Argument).c_str());
   }
 }
 
@@ -248,7 +226,7 @@ void BindEngine(nb::module_& m) {
           "cache_tokens"_a, "threads"_a, "weights"_a, "kv_type"_a, "chunk"_a, "chat_template"_a, "progress"_a.none())
       .def_prop_ro("name", [](const Model& model) { return model.config().name; })
       .def_prop_ro("device", [](const Model& model) { return model.device_name(); })
-      .def_prop_ro("device_note", [](const Model& model) { return WithArgumentNames(model.device_note()); })
+      .def_prop_ro("device_note", [](const Model& model) { return SpellOptions(model.device_note(), Argument); })
       .def_prop_ro("context", [](const Model& model) { return model.plan().context; })
       .def_prop_ro("cache_tokens", [](const Model& model) { return model.plan().cache_tokens; })
       .def_prop_ro("model_context", [](const Model& model) { return model.config().context; })

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "base/option.h"
 #include "phsa/error.h"
 
 namespace phsa {

@@ -216,7 +216,7 @@ void Chat::Talk() {
       }
     } catch (const Error& error) {
       if (error.status() == PHSA_IO && !line.starts_with('/')) throw;
-      PrintError(error.what());
+      PrintError(error.message());
     }
   }
   if (session_->sequence().length() > 0) SavePromptCache(flags_.prompt_cache, *session_);
@@ -347,7 +347,7 @@ void Chat::AddDocuments(const std::string& path) {
     tokens = prompt.size();
   } catch (const Error& error) {
     pending_.resize(before);
-    ThrowInvalid("{}: does not go into the conversation: {}", path, error.what());
+    ThrowInvalid("{}: does not go into the conversation: {}", path, error.message());
   }
   Note("{} with your next question; with {} it has {} of {} tokens",
        count == 1 ? "the document goes" : fmt::format("{} documents go", count), count == 1 ? "it" : "them", tokens,
@@ -397,7 +397,7 @@ void Chat::Ask(const std::string& question) {
     if (error.status() == PHSA_IO) throw;
     if (pending_.empty()) throw;
     pending_.clear();
-    ThrowInvalid("{}; the documents were taken back, ask again without them", error.what());
+    ThrowInvalid("{}; the documents were taken back, ask again without them", error.message());
   }
 }
 

@@ -60,7 +60,7 @@ class ReportFolder {
                    error.code().message());
     } catch (const Error& error) {
       Abandon();
-      ThrowInvalid("compare: --out {}", error.what());
+      ThrowInvalid("compare: --out {}", error.message());
     }
   }
   ~ReportFolder() {
@@ -160,7 +160,7 @@ std::string PolicyLabel(const std::string& flag, const Settings& settings) {
 // Each policy and K of the flags, for one context; those that are the same as one before are left out.
 std::vector<NamedAttention> Policies(const AttentionFlags& flags, const ModelConfig& config, int64_t context) {
   std::vector<NamedAttention> policies;
-  RefuseWithoutEffect(ChoiceOf(flags), SomeAttentionSettings(flags, config, context), true);
+  RefuseWithoutEffect(ChoiceOf(flags), SomeAttentionSettings(flags, config, context));
   for (const std::string& policy : flags.policies) {
     AttentionFlags one = flags;
     one.policies = {policy};

@@ -130,7 +130,7 @@ int Main(int argc, char** argv) {
     PrintError(Explain(app, error));
     return kBadInput;
   } catch (const Error& error) {
-    PrintError(error.what());
+    PrintError(error.message());
     const bool input = error.status() == PHSA_INVALID_ARGUMENT || error.status() == PHSA_UNSUPPORTED;
     return WasInterrupted() ? kInterrupted : input ? kBadInput : kFailed;
   } catch (const Interrupted&) {

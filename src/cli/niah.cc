@@ -103,7 +103,7 @@ std::vector<NamedAttention> Attentions(const NiahFlags& flags, const ModelConfig
   std::vector<LayerSettings> settings;
   settings.reserve(all.size());
   for (const NamedAttention& one : all) settings.push_back(one.attention);
-  RefuseWithoutEffect(ChoiceOf(flags.attention), settings, true);
+  RefuseWithoutEffect(ChoiceOf(flags.attention), settings);
   return all;
 }
 

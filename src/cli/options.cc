@@ -145,7 +145,7 @@ std::vector<LayerSettings> SomeAttentionSettings(const AttentionFlags& flags, co
 
 std::vector<LayerSettings> AttentionSettings(const AttentionFlags& flags, const ModelConfig& config, int64_t context) {
   std::vector<LayerSettings> all = SomeAttentionSettings(flags, config, context);
-  RefuseWithoutEffect(ChoiceOf(flags), all, true);
+  RefuseWithoutEffect(ChoiceOf(flags), all);
   return all;
 }
 

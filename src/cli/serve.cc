@@ -13,6 +13,7 @@
 #include "base/mapped_file.h"
 #include "cli/commands.h"
 #include "cli/options.h"
+#include "cli/spelling.h"
 #include "cli/terminal.h"
 #include "engine/answer.h"
 #include "engine/attention_choice.h"
@@ -148,7 +149,7 @@ std::optional<ChatTemplate> TemplateFor(const ServeFlags& flags, const Engine& e
     return ChooseChatTemplate(flags.chat_template, engine.source().chat_template());
   } catch (const Error& error) {
     if (!flags.chat_template.empty()) throw;
-    Note("chat: {}", error.what());
+    Note("chat: {}", error.message());
     return std::nullopt;
   }
 }
@@ -239,7 +240,7 @@ void RunServe(const ServeFlags& flags) {
   if (!flags.cache_folder.empty()) {
     worker.texts = std::make_shared<TextCache>(
         flags.cache_folder, static_cast<uint64_t>(flags.cache_gigabytes * static_cast<double>(kGigabyte)),
-        [&log](const std::string& text) { log.Note("--cache-dir: " + text); });
+        [&log](const std::string& text) { log.Note(WithFlags("--cache-dir: " + text)); });
   }
   if (models.size() > 1) worker.turns = std::make_shared<server::StepTurns>();
   std::deque<server::Metrics> metrics;
@@ -257,7 +258,7 @@ void RunServe(const ServeFlags& flags) {
     pool.keep_alive = Milliseconds(flags.keep_alive.value_or(kKeepAliveSeconds));
   }
   pool.max_waiting = static_cast<size_t>(flags.worker.max_waiting);
-  pool.note = [&log](const std::string& text) { log.Note(text); };
+  pool.note = [&log](const std::string& text) { log.Note(WithFlags(text)); };
 
   server::ServerOptions options = flags.server;
   options.header_timeout = Milliseconds(flags.header_timeout);
@@ -272,7 +273,7 @@ void RunServe(const ServeFlags& flags) {
   server::ServiceOptions service_options = flags.service;
   service_options.api_key = key;
   service_options.version = PHSA_VERSION;
-  service_options.note = [&log](const std::string& text) { log.Note("warning: " + text); };
+  service_options.note = [&log](const std::string& text) { log.Note(WithFlags("warning: " + text)); };
 
   server::ModelPool loaded(std::move(specs), pool);
   server::Service service(loaded, service_options, metrics.front());

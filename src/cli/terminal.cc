@@ -12,6 +12,7 @@
 #include <fstream>
 
 #include "base/errors.h"
+#include "cli/spelling.h"
 
 namespace phsa::cli {
 namespace {
@@ -71,9 +72,9 @@ void SetQuiet(bool quiet) { g_quiet = quiet; }
 bool IsQuiet() { return g_quiet; }
 void SetColor(const std::string& when) { g_color = when; }
 
-void PrintNote(std::string_view line) { fmt::print(stderr, "{}\n", Colored(kDim, line)); }
-void PrintWarning(std::string_view line) { fmt::print(stderr, "{}\n", Colored(kYellow, line)); }
-void PrintError(std::string_view line) { fmt::print(stderr, "{} {}\n", Colored(kRed, "phsa:"), line); }
+void PrintNote(std::string_view line) { fmt::print(stderr, "{}\n", Colored(kDim, WithFlags(line))); }
+void PrintWarning(std::string_view line) { fmt::print(stderr, "{}\n", Colored(kYellow, WithFlags(line))); }
+void PrintError(std::string_view line) { fmt::print(stderr, "{} {}\n", Colored(kRed, "phsa:"), WithFlags(line)); }
 void PrintQuestionMark() {
   fmt::print(stderr, "{} ", Colored(kBold, ">"));
   std::fflush(stderr);

@@ -27,7 +27,8 @@ void SetQuiet(bool quiet);
 bool IsQuiet();
 void SetColor(const std::string& when);
 
-// Lines on stderr. Notes and warnings are gone with --quiet; errors begin with "phsa: ".
+// Lines on stderr; options that they name are spelt as flags. Notes and warnings are gone with --quiet; errors begin
+// with "phsa: ".
 void PrintNote(std::string_view line);
 void PrintWarning(std::string_view line);
 void PrintError(std::string_view line);

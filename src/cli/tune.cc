@@ -163,9 +163,9 @@ void Run(const TuneFlags& flags, const std::string& command) {
       engine->SetAttention(one);
       return true;
     } catch (const Error& error) {
-      if (std::find(unfit.begin(), unfit.end(), error.what()) == unfit.end()) {
-        unfit.emplace_back(error.what());
-        Note("tune: not tried here: {}", error.what());
+      if (std::find(unfit.begin(), unfit.end(), error.message()) == unfit.end()) {
+        unfit.emplace_back(error.message());
+        Note("tune: not tried here: {}", error.message());
       }
       return false;
     }

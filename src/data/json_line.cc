@@ -85,7 +85,8 @@ std::string TextOfJsonLine(std::string_view line, const std::string& field, cons
   if (finder.other_type != nullptr) {
     ThrowInvalid("{}: the field {} is {}; it must be a string", where, Quoted(field), finder.other_type);
   }
-  if (!finder.text) ThrowInvalid("{}: there is no field {}; name the one with the text: --field", where, Quoted(field));
+  if (!finder.text)
+    ThrowInvalid("{}: there is no field {}; name the one with the text: {}", where, Quoted(field), Option{"field"});
   return std::move(*finder.text);
 }
 

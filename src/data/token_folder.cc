@@ -110,8 +110,8 @@ TokenFolder::TokenFolder(const fs::path& folder, TokenFolderInfo info, bool repl
       ThrowInvalid("{}: another phsa prepare writes there; wait for it, or give another folder", folder_.string());
     }
     if (fs::exists(folder_ / kIndex) && !replace) {
-      ThrowInvalid("{}: there are finished tokens in it; give another folder, or --force to replace them",
-                   folder_.string());
+      ThrowInvalid("{}: there are finished tokens in it; give another folder, or {} to replace them", folder_.string(),
+                   Option{"force"});
     }
     RemoveWork();  // of a process that was killed: we hold the lock
     fs::create_directory(work_, error);

@@ -13,7 +13,7 @@ const char* Name(StopReason reason) {
     case StopReason::kEndOfText: return "end of text";
     case StopReason::kStopString: return "stop string";
     case StopReason::kStopToken: return "stop token";
-    case StopReason::kMaxTokens: return "-n reached";
+    case StopReason::kMaxTokens: return "max_tokens reached";
     case StopReason::kContextFull: return "context full";
     case StopReason::kInterrupted: return "interrupted";
     case StopReason::kLoop: return "repeats itself";
@@ -34,8 +34,9 @@ void CheckPrompt(const Engine& engine, std::span<const int32_t> prompt) {
 void CheckSpeculation(const Engine& engine, Speculation speculation) {
   if (speculation == Speculation::kNone || engine.device().device == PHSA_DEVICE_CPU) return;
   ThrowInvalid(
-      "--speculate works on the CPU, where a step of several tokens gives the bits of several steps; leave it out, or "
-      "ask for --device cpu");
+      "{} works on the CPU, where a step of several tokens gives the bits of several steps; leave it out, or ask for "
+      "{}",
+      Option{"speculate"}, Option{"device", "cpu"});
 }
 
 // The grammar's tokens, and those that end the answer where the text may end.

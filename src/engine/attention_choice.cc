@@ -84,7 +84,8 @@ void CheckPolicy(const std::string& name) {
     if (name == Name(policy)) return;
     names.emplace_back(Name(policy));
   }
-  ThrowInvalid("attention is {}{}; allowed: {}", Quoted(name), DidYouMean(name, names), fmt::join(names, ", "));
+  ThrowInvalid("{} is {}{}; allowed: {}", Setting{"attention"}, Quoted(name), DidYouMean(name, names),
+               fmt::join(names, ", "));
 }
 
 // What a model carries. It is data of others: it may name no file of this machine. `own_punctuation`: the user names
@@ -100,8 +101,8 @@ Json ParseCarried(const std::string& json, bool own_punctuation) {
     if (std::find(sets.begin(), sets.end(), name) == sets.end()) {
       ThrowInvalid(
           "the settings that the model or its adapter carries name the punctuation {}; allowed there: {}, or a list of "
-          "ids (a file can be given with --punctuation)",
-          Quoted(name), fmt::join(sets, ", "));
+          "ids (a file can be given as {})",
+          Quoted(name), fmt::join(sets, ", "), Setting{"punctuation"});
     }
   };
   check(carried);
@@ -121,7 +122,8 @@ Json PresetOf(const std::string& name) {
     const Settings preset = Settings::Preset(context);
     return {{"init_tokens", preset.init_tokens}, {"local_tokens", preset.local_tokens}, {"parts", preset.parts}};
   }
-  ThrowInvalid("preset is {}{}; allowed: {}", Quoted(name), DidYouMean(name, names), fmt::join(names, ", "));
+  ThrowInvalid("{} is {}{}; allowed: {}", Setting{"preset"}, Quoted(name), DidYouMean(name, names),
+               fmt::join(names, ", "));
 }
 
 Json FlagsOf(const AttentionChoice& choice) {
@@ -198,39 +200,39 @@ LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig&
   return settings;
 }
 
-void RefuseWithoutEffect(const AttentionChoice& given, std::span<const LayerSettings> settings, bool flags) {
+void RefuseWithoutEffect(const AttentionChoice& given, std::span<const LayerSettings> settings) {
   const auto chooses = [](const Settings& one) { return Chooses(one.policy); };
   const auto has_means = [](const Settings& one) { return HasMeans(one.policy); };
   const auto has_parts = [&](const Settings& one) { return has_means(one) && one.parts > 1; };
   const auto weighs = [](const Settings& one) { return one.policy == Policy::kPhsa; };
-  const auto check = [&](bool set, const char* name, const char* flag, const auto& uses, const char* users) {
+  const auto check = [&](bool set, const char* name, const auto& uses, const char* users) {
     if (!set ||
         std::any_of(settings.begin(), settings.end(), [&](const LayerSettings& one) { return AnyLayer(one, uses); })) {
       return;
     }
     const bool unsaid = (given.policy.empty() || given.policy == "auto") && !AnyLayer(settings.front(), IsSparse);
-    ThrowInvalid("{} has no effect: the attention is {}{}; give {} {}, or leave {} out", flags ? flag : name,
-                 Name(settings.front().base.policy), unsaid ? ", as nothing says otherwise" : "",
-                 flags ? "--attention" : "attention", users, flags ? flag : name);
+    ThrowInvalid("{} has no effect: the attention is {}{}; give {} {}, or leave {} out", Setting{name},
+                 Name(settings.front().base.policy), unsaid ? ", as nothing says otherwise" : "", Setting{"attention"},
+                 users, Setting{name});
   };
   constexpr const char* kChoosing = "phsa, infllm2, infllm2-64 or quest";
   constexpr const char* kSparse = "phsa, infllm2, infllm2-64, streaming or quest";
-  check(given.top_k.has_value(), "top_k", "-K", chooses, kChoosing);
-  check(given.parts.has_value(), "parts", "--parts", has_means, "phsa or infllm2");
-  check(given.survivors.has_value(), "survivors", "--survivors", has_means, "phsa or infllm2");
+  check(given.top_k.has_value(), "top_k", chooses, kChoosing);
+  check(given.parts.has_value(), "parts", has_means, "phsa or infllm2");
+  check(given.survivors.has_value(), "survivors", has_means, "phsa or infllm2");
   if (given.survivors && !std::any_of(settings.begin(), settings.end(),
                                       [&](const LayerSettings& one) { return AnyLayer(one, has_parts); })) {
-    ThrowInvalid("{0} has no effect: no block has parts; give {1} 2, 4 or 8, or leave {0} out",
-                 flags ? "--survivors" : "survivors", flags ? "--parts" : "parts");
+    ThrowInvalid("{0} has no effect: no block has parts; give {1} 2, 4 or 8, or leave {0} out", Setting{"survivors"},
+                 Setting{"parts"});
   }
-  check(given.lambda.has_value(), "lambda", "--lambda", weighs, "phsa");
-  check(!given.punctuation.empty(), "punctuation", "--punctuation", weighs, "phsa");
-  check(!given.group_reduce.empty(), "group_reduce", "--group-reduce", chooses, kChoosing);
-  check(!given.preset.empty(), "preset", "--preset", IsSparse, kSparse);
-  check(given.init.has_value(), "init", "--init", IsSparse, kSparse);
-  check(given.local.has_value(), "local", "--local", IsSparse, kSparse);
-  check(given.block.has_value(), "block", "--block", IsSparse, kSparse);
-  check(given.dense_below.has_value(), "dense_below", "--dense-below", IsSparse, kSparse);
+  check(given.lambda.has_value(), "lambda", weighs, "phsa");
+  check(!given.punctuation.empty(), "punctuation", weighs, "phsa");
+  check(!given.group_reduce.empty(), "group_reduce", chooses, kChoosing);
+  check(!given.preset.empty(), "preset", IsSparse, kSparse);
+  check(given.init.has_value(), "init", IsSparse, kSparse);
+  check(given.local.has_value(), "local", IsSparse, kSparse);
+  check(given.block.has_value(), "block", IsSparse, kSparse);
+  check(given.dense_below.has_value(), "dense_below", IsSparse, kSparse);
 }
 
 std::string CarriedSettings(const ModelConfig& config) {

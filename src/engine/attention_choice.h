@@ -39,9 +39,8 @@ struct AttentionChoice {
 // all; "layers" replaces the overrides that lie beneath.
 LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig& config, int64_t context);
 
-// Throws phsa::Error where something that `given` sets (its file apart) matters to none of these settings. `flags`: it
-// is called by the program's flag.
-void RefuseWithoutEffect(const AttentionChoice& given, std::span<const LayerSettings> settings, bool flags);
+// Throws phsa::Error where something that `given` sets (its file apart) matters to none of these settings.
+void RefuseWithoutEffect(const AttentionChoice& given, std::span<const LayerSettings> settings);
 
 // Whether queries choose blocks, so that K means something.
 bool Chooses(Policy policy);

@@ -31,7 +31,8 @@ DeviceName Parse(std::string_view name) {
       out.index = index;
     }
   }
-  if (!out.automatic && !out.cpu && !out.cuda) ThrowInvalid("--device is {}; allowed: {}", Quoted(name), kDeviceNames);
+  if (!out.automatic && !out.cpu && !out.cuda)
+    ThrowInvalid("{} is {}; allowed: {}", Option{"device"}, Quoted(name), kDeviceNames);
   return out;
 }
 
@@ -68,7 +69,7 @@ std::string UnsupportedAttention(const LayerSettings& attention, const ModelConf
     try {
       const Plan plan(desc);
     } catch (const Error& error) {
-      return error.what();
+      return error.message();
     }
   }
   return "";
@@ -79,15 +80,17 @@ DeviceChoice ChooseDevice(std::string_view name, const ModelSource& source, cons
   DeviceChoice choice;
   if (asked.cpu) return choice;
   if (const std::string why = cuda::Unavailable(); !why.empty()) {
-    if (asked.cuda) Throw(PHSA_UNSUPPORTED, "--device {}: {}; --device auto runs the model on the CPU", name, why);
+    if (asked.cuda)
+      Throw(PHSA_UNSUPPORTED, "{}: {}; {} runs the model on the CPU", Option{"device", name}, why,
+            Option{"device", "auto"});
     return choice;
   }
   const size_t devices = cuda::Devices().size();
   if (asked.index && static_cast<size_t>(*asked.index) >= devices) {
-    ThrowInvalid("--device is {}; the GPUs here are cuda:0 to cuda:{}", Quoted(name), devices - 1);
+    ThrowInvalid("{} is {}; the GPUs here are cuda:0 to cuda:{}", Option{"device"}, Quoted(name), devices - 1);
   }
   if (const std::string why = Unsupported(source, needs); !why.empty()) {
-    if (asked.cuda) Throw(PHSA_UNSUPPORTED, "--device {}: {}; --device cpu runs it", name, why);
+    if (asked.cuda) Throw(PHSA_UNSUPPORTED, "{}: {}; {} runs it", Option{"device", name}, why, Option{"device", "cpu"});
     choice.note = fmt::format("device: the CPU, as the GPU cannot run this: {}", why);
     return choice;
   }

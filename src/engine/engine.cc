@@ -151,14 +151,14 @@ Engine::Engine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const E
       threads_(options.threads) {
   const ModelConfig& model = source_->config();
   if (options_.context < 0 || options_.context > model.context) {
-    ThrowInvalid("-c is {}; the model's context is {} tokens", options_.context, model.context);
+    ThrowInvalid("{} is {}; the model's context is {} tokens", Option{"context"}, options_.context, model.context);
   }
   if (options_.cache_tokens < 0 || (options_.cache_tokens > 0 && options_.cache_tokens < options_.context)) {
     ThrowInvalid("the cache is to hold {} tokens, and the context is {}; it must hold one text of that length",
                  options_.cache_tokens, options_.context);
   }
   if (options_.chunk < 0 || options_.chunk > 65536) {
-    ThrowInvalid("--chunk is {}; allowed: 1 to 65536, or 0 for what suits the device", options_.chunk);
+    ThrowInvalid("{} is {}; allowed: 1 to 65536, or 0 for what suits the device", Option{"chunk"}, options_.chunk);
   }
   if (tokenizer_.vocab_size() > model.vocab_size) {
     ThrowInvalid("{}: the tokenizer has {} tokens, the model only {}; they do not belong together", source_->path(),
@@ -193,13 +193,14 @@ std::shared_ptr<const TokenTrie> Engine::token_trie() const {
   return trie_;
 }
 
-const char* Engine::TooLongAdvice() const {
-  return plan_.context < config().context ? "ask for a larger context (-c)" : "give a shorter text";
+std::string Engine::TooLongAdvice() const {
+  return plan_.context < config().context ? fmt::format("ask for a larger {}", Option{"context"})
+                                          : "give a shorter text";
 }
 
 void Engine::CheckDevice(const LayerSettings& attention) const {
   const std::string why = UnsupportedAttention(attention, config(), backend_options_.kv_dtype, device_.device);
-  if (!why.empty()) Throw(PHSA_UNSUPPORTED, "{}; --device cpu runs it", why);
+  if (!why.empty()) Throw(PHSA_UNSUPPORTED, "{}; {} runs it", why, Option{"device", "cpu"});
 }
 
 struct Engine::Reading {
@@ -292,9 +293,9 @@ int32_t Engine::AddAdapter(const std::filesystem::path& folder) {
   std::unique_ptr<Adapter> adapter = source_->OpenAdapter(folder);
   if (device_.device != PHSA_DEVICE_CPU) {
     Throw(PHSA_UNSUPPORTED,
-          "{}: on a GPU an adapter is added to the weights, so that there is one for all requests; give it as "
-          "--adapter, or --device cpu",
-          adapter->path());
+          "{}: on a GPU an adapter is added to the weights, so that there is one for all requests; give it as {}, or "
+          "{}",
+          adapter->path(), Option{"adapter"}, Option{"device", "cpu"});
   }
   MemoryPlan plan = plan_;
   plan.weights += AdapterBytes(*adapter, options_.weights, static_cast<size_t>(config().num_layers));

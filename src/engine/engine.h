@@ -65,7 +65,7 @@ class Engine {
   // What grammars know of the tokenizer: control tokens by their text (grammar/token_trie.h), those that end a text not
   // at all. Made when it is first asked for. Any thread may call it.
   std::shared_ptr<const TokenTrie> token_trie() const;
-  const char* TooLongAdvice() const;  // what to do about a text that the context does not hold
+  std::string TooLongAdvice() const;  // what to do about a text that the context does not hold
 
   // Another adapter that texts may name (MakeAttention), beside the one that the model was opened with. Before Load.
   // Returns its number, 1 and up. Throws phsa::Error where it is not for this model, does not fit, or the device adds

@@ -211,7 +211,7 @@ class Exporter {
   }
 
   bool ToGguf(const fs::path& out) {
-    if (fs::exists(out) && !options_.replace) ThrowInvalid("{}: is there already; --force replaces it", out.string());
+    if (fs::exists(out) && !options_.replace) RefuseToReplace(out);
     const std::string architecture(ArchitectureOf(config_).gguf);
     GgufHeader header;
     header.AddText("general.architecture", architecture);
@@ -244,10 +244,13 @@ class Exporter {
   }
 
  private:
-  // --force replaces a model, and not somebody's folder of something else.
+  [[noreturn]] static void RefuseToReplace(const fs::path& out) {
+    ThrowInvalid("{}: is there already; {} replaces it", out.string(), Option{"force"});
+  }
+  // A model is replaced, and not somebody's folder of something else.
   static void CheckPlace(const fs::path& out, bool replace) {
     if (!fs::exists(out) || !fs::is_directory(out)) return;
-    if (!replace) ThrowInvalid("{}: is there already; --force replaces it", out.string());
+    if (!replace) RefuseToReplace(out);
     if (!fs::is_empty(out) && !fs::exists(out / "config.json")) {
       ThrowInvalid("{}: is a folder without config.json, and not a model that could be replaced; give another place",
                    out.string());
@@ -376,8 +379,8 @@ class Exporter {
         },
         &job);
     if (!job.fits) {
-      Throw(PHSA_UNSUPPORTED, "{} has a number that {} cannot hold; --type bf16 or f32 can", item.output.name,
-            TensorTypeName(type));
+      Throw(PHSA_UNSUPPORTED, "{} has a number that {} cannot hold; {} or f32 can", item.output.name,
+            TensorTypeName(type), Option{"type", "bf16"});
     }
     file.Write(bytes.data(), bytes.size());
   }
@@ -605,7 +608,7 @@ class Exporter {
 
 bool ExportModel(const ModelSource& source, const fs::path& out, const ExportOptions& options, ThreadPool& threads) {
   if (options.format == ExportFormat::kSafetensors && options.type == TensorType::kQ8_0) {
-    ThrowInvalid("--type is q8_0; allowed for safetensors: f32, f16, bf16");
+    ThrowInvalid("{} is q8_0; allowed for safetensors: f32, f16, bf16", Option{"type"});
   }
   Exporter exporter(source, options, threads);
   return options.format == ExportFormat::kGguf ? exporter.ToGguf(out) : exporter.ToFolder(out);

@@ -22,9 +22,11 @@ std::string MemoryPlan::Text() const {
 
 void CheckFits(const MemoryPlan& plan) {
   if (plan.total() <= plan.available) return;
+  const Option context{"context"}, weights{"weights", "int8"};
   ThrowInvalid("{}: it does not fit; {} needs less", plan.Text(),
-               plan.gpu.empty() ? "a smaller context (-c), --kv-type bf16 or --weights int8"
-                                : "a smaller context (-c) or --chunk, --weights int8 or --device cpu");
+               plan.gpu.empty() ? fmt::format("a smaller {}, {} or {}", context, Option{"kv_type", "bf16"}, weights)
+                                : fmt::format("a smaller {} or {}, {} or {}", context, Option{"chunk"}, weights,
+                                              Option{"device", "cpu"}));
 }
 
 }  // namespace phsa

@@ -11,23 +11,26 @@ namespace phsa {
 
 void Validate(const SamplerSettings& settings) {
   const auto in = [](float value, float low, float high) { return value >= low && value <= high; };  // false for NaN
-  if (!in(settings.temperature, 0, 100)) ThrowInvalid("--temp is {}; allowed: 0 to 100", settings.temperature);
-  if (settings.top_k < 0) ThrowInvalid("--top-k is {}; allowed: 0 (all) and up", settings.top_k);
+  if (!in(settings.temperature, 0, 100))
+    ThrowInvalid("{} is {}; allowed: 0 to 100", Option{"temperature"}, settings.temperature);
+  if (settings.top_k < 0) ThrowInvalid("{} is {}; allowed: 0 (all) and up", Option{"top_k"}, settings.top_k);
   if (!(settings.top_p > 0) || !in(settings.top_p, 0, 1)) {
-    ThrowInvalid("--top-p is {}; allowed: above 0, to 1 (all)", settings.top_p);
+    ThrowInvalid("{} is {}; allowed: above 0, to 1 (all)", Option{"top_p"}, settings.top_p);
   }
-  if (!in(settings.min_p, 0, 1)) ThrowInvalid("--min-p is {}; allowed: 0 (all) to 1", settings.min_p);
+  if (!in(settings.min_p, 0, 1)) ThrowInvalid("{} is {}; allowed: 0 (all) to 1", Option{"min_p"}, settings.min_p);
   if (!in(settings.repetition_penalty, 0.01f, 100)) {
-    ThrowInvalid("--repeat-penalty is {}; allowed: 0.01 to 100, 1 for none", settings.repetition_penalty);
+    ThrowInvalid("{} is {}; allowed: 0.01 to 100, 1 for none", Option{"repetition_penalty"},
+                 settings.repetition_penalty);
   }
   if (!in(settings.frequency_penalty, -2, 2)) {
-    ThrowInvalid("frequency_penalty is {}; allowed: -2 to 2, 0 for none", settings.frequency_penalty);
+    ThrowInvalid("{} is {}; allowed: -2 to 2, 0 for none", Option{"frequency_penalty"}, settings.frequency_penalty);
   }
   if (!in(settings.presence_penalty, -2, 2)) {
-    ThrowInvalid("presence_penalty is {}; allowed: -2 to 2, 0 for none", settings.presence_penalty);
+    ThrowInvalid("{} is {}; allowed: -2 to 2, 0 for none", Option{"presence_penalty"}, settings.presence_penalty);
   }
   for (const auto& [token, bias] : settings.logit_bias) {
-    if (!in(bias, -100, 100)) ThrowInvalid("logit_bias of token {} is {}; allowed: -100 to 100", token, bias);
+    if (!in(bias, -100, 100))
+      ThrowInvalid("{} of token {} is {}; allowed: -100 to 100", Option{"logit_bias"}, token, bias);
   }
 }
 

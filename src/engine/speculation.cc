@@ -27,7 +27,7 @@ double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 Speculation SpeculationFromName(std::string_view name) {
   if (name == "none") return Speculation::kNone;
   if (name == "ngram") return Speculation::kNgram;
-  ThrowInvalid("--speculate is {}; allowed: none, ngram", Quoted(name));
+  ThrowInvalid("{} is {}; allowed: none, ngram", Option{"speculate"}, Quoted(name));
 }
 
 uint64_t PromptLookup::Key() const {

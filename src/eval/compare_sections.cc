@@ -318,7 +318,7 @@ class Teller {
         fewest < static_cast<size_t>(speed.repeats) ? ", fewer where the run was interrupted" : "",
         speed.repeats > 1
             ? fmt::format("Runs of the same thing differed by up to {:.0f} % (the whiskers). ", 100 * (spread - 1))
-            : std::string("One run says nothing about its own noise: give -r 3 for more. "),
+            : std::string("One run says nothing about its own noise; three runs do. "),
         times ? "In brackets: times dense attention in the same run." : ""));
     return section;
   }

@@ -163,7 +163,8 @@ class Search {
     if (best_) tried.insert(tried.begin(), *best_);
     std::vector<Candidate> candidates = Candidates(tried);
     if (candidates.empty()) {
-      ThrowInvalid("tune: the device can attend by none of the settings that the budget holds; give a larger --budget");
+      ThrowInvalid("tune: the device can attend by none of the settings that the budget holds; give a larger {}",
+                   Option{"budget"});
     }
     if (best_ && candidates.size() == 1) return true;
     if (!Halve(stage, EarlyRounds(), candidates)) return false;
@@ -357,19 +358,20 @@ double ShareAtEnd(const LayerSettings& settings, int32_t num_layers, int32_t len
 void CheckTuneOptions(const TuneOptions& options) {
   const int32_t block = options.base.block_size;
   if (!(options.budget > 0 && options.budget < 1)) {
-    ThrowInvalid("tune: --budget is {:g}; it takes a share of the text's tokens between 0 and 1, such as 0.03",
-                 options.budget);
+    ThrowInvalid("tune: {} is {:g}; it takes a share of the text's tokens between 0 and 1, such as 0.03",
+                 Option{"budget"}, options.budget);
   }
   const int32_t blocks = BudgetBlocks(options), all = options.length / block;
+  const auto budget = [](double share) { return Marked(Option{"budget", fmt::format("{:.3g}", share)}); };
   if (blocks < kLeastBlocks) {
     ThrowInvalid(
-        "tune: --budget {:g} of {} tokens is {:.0f} tokens; the smallest settings (init {}, local {}, K 1 and the "
-        "query's own block) read {}: give --budget {:.3g} or more, or a greater --length",
-        options.budget, options.length, options.budget * options.length, block, block, kLeastBlocks * block,
-        std::ceil(1000.0 * kLeastBlocks * block / options.length) / 1000);
+        "tune: {} of {} tokens is {:.0f} tokens; the smallest settings (init {}, local {}, K 1 and the query's own "
+        "block) read {}: give {} or more, or a greater {}",
+        budget(options.budget), options.length, options.budget * options.length, block, block, kLeastBlocks * block,
+        budget(std::ceil(1000.0 * kLeastBlocks * block / options.length) / 1000), Option{"length"});
   }
   if (blocks >= all) {
-    ThrowInvalid("tune: --budget {:g} of {} tokens is all of them; give a smaller one", options.budget, options.length);
+    ThrowInvalid("tune: {} of {} tokens is all of them; give a smaller one", budget(options.budget), options.length);
   }
 }
 

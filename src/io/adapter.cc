@@ -301,7 +301,7 @@ std::unique_ptr<Adapter> Adapter::Open(const fs::path& folder, const Base& base)
   std::unique_ptr<Adapter> adapter(new Adapter);
   adapter->path_ = folder.string();
   if (!fs::is_directory(folder, ignored)) {
-    ThrowInvalid("--adapter is {}, which is no folder; give the folder that holds {}",
+    ThrowInvalid("{} is {}, which is no folder; give the folder that holds {}", Option{"adapter"},
                  Quoted(adapter->path_, kQuotedPath), kConfigName);
   }
   if (!IsAdapterFolder(folder)) {

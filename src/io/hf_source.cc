@@ -56,7 +56,8 @@ class HfSource final : public ModelSource {
       const std::string gguf = GgufIn(folder);
       if (!gguf.empty()) ThrowInvalid("{}: has no config.json, but a GGUF model: give {}", path_, gguf);
       if (IsAdapterFolder(folder)) {
-        ThrowInvalid("{}: is a LoRA adapter: give its folder with --adapter, and the model that it is for", path_);
+        ThrowInvalid("{}: is a LoRA adapter: give its folder as {}, and the model that it is for", path_,
+                     Option{"adapter"});
       }
       ThrowInvalid("{}: has no config.json: give a Hugging Face folder or a .gguf file", path_);
     }

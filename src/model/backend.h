@@ -126,7 +126,7 @@ class ModelBackend {
   // Of the step that Logits has ended: what the model's last norm gave for each row, [row][hidden], in host memory;
   // valid until the next Begin. Throws phsa::Error where it stays on the device.
   virtual std::span<const float> Hidden() const {
-    Throw(PHSA_UNSUPPORTED, "this device keeps no hidden states of all tokens; --device cpu does");
+    Throw(PHSA_UNSUPPORTED, "this device keeps no hidden states of all tokens; {} does", Option{"device", "cpu"});
   }
 
   // Takes the time of the parts of each step, the selection apart, stage by stage (RunLayers then says no): the same

@@ -94,9 +94,8 @@ void Decoder::Append(std::span<const BatchItem> batch, StepRows& rows) {
   }
   PHSA_CHECK(rows.count <= max_rows());
   if (pages_needed > static_cast<size_t>(rows.cache->free_pages())) {
-    ThrowInvalid(
-        "{} more tokens do not fit into the KV cache, which has room for {} more; a larger context (-c) has more",
-        rows.count, rows.cache->free_tokens());
+    ThrowInvalid("{} more tokens do not fit into the KV cache, which has room for {} more; a larger {} has more",
+                 rows.count, rows.cache->free_tokens(), Option{"context"});
   }
   rows.page_table_stride = static_cast<int64_t>(most_pages);
   rows.page_table.assign(batch.size() * most_pages, 0);

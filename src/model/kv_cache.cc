@@ -30,7 +30,7 @@ int32_t KvTypeFromName(std::string_view name) {
   for (const int32_t dtype : {PHSA_F32, PHSA_F16, PHSA_BF16}) {
     if (name == DtypeName(dtype)) return dtype;
   }
-  ThrowInvalid("--kv-type is {}; allowed: f32, f16, bf16", Quoted(name));
+  ThrowInvalid("{} is {}; allowed: f32, f16, bf16", Option{"kv_type"}, Quoted(name));
 }
 
 PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings, int32_t kv_dtype, size_t room)
@@ -87,8 +87,8 @@ KvCache::KvCache(PageLayout layout, int32_t num_pages, std::unique_ptr<PageMemor
 
 int32_t KvCache::TakePage() {
   if (free_.empty()) {
-    ThrowInvalid("the KV cache is full ({} tokens); a larger context (-c) has more room",
-                 int64_t{num_pages_} * kPageTokens);
+    ThrowInvalid("the KV cache is full ({} tokens); a larger {} has more room", int64_t{num_pages_} * kPageTokens,
+                 Option{"context"});
   }
   const int32_t page = free_.back();
   free_.pop_back();
@@ -168,8 +168,8 @@ size_t Sequence::FirstWrittenPage() const {
 void Sequence::Append(std::span<const int32_t> tokens) {
   if (tokens.empty()) return;
   if (PagesToAppend(static_cast<int32_t>(tokens.size())) > static_cast<size_t>(cache_->free_pages())) {
-    ThrowInvalid("{} more tokens do not fit into the KV cache, which has room for {}; a larger context (-c) has more",
-                 tokens.size(), cache_->free_tokens());
+    ThrowInvalid("{} more tokens do not fit into the KV cache, which has room for {}; a larger {} has more",
+                 tokens.size(), cache_->free_tokens(), Option{"context"});
   }
   for (size_t i = FirstWrittenPage(); i < pages_.size(); ++i) {
     if (!cache_->IsShared(pages_[i])) continue;

@@ -18,8 +18,8 @@ class HostPages final : public PageMemory {
     void* const memory =
         mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
-      Throw(PHSA_OUT_OF_MEMORY, "cannot reserve {} bytes for the KV cache ({}); ask for a smaller context (-c)", bytes_,
-            std::strerror(errno));
+      Throw(PHSA_OUT_OF_MEMORY, "cannot reserve {} bytes for the KV cache ({}); ask for a smaller {}", bytes_,
+            std::strerror(errno), Option{"context"});
     }
     madvise(memory, bytes_, MADV_HUGEPAGE);  // only a wish
     data_ = static_cast<uint8_t*>(memory);

@@ -339,7 +339,7 @@ WeightsMode WeightsModeFromName(std::string_view name) {
   for (const WeightsMode mode : {WeightsMode::kAuto, WeightsMode::kF32, WeightsMode::kBf16, WeightsMode::kInt8}) {
     if (name == Name(mode)) return mode;
   }
-  ThrowInvalid("--weights is {}; allowed: auto, f32, bf16, int8", Quoted(name));
+  ThrowInvalid("{} is {}; allowed: auto, f32, bf16, int8", Option{"weights"}, Quoted(name));
 }
 
 const char* Name(WeightsMode mode) {

@@ -58,8 +58,8 @@ AllowedHosts::AllowedHosts(const std::vector<std::string>& names) {
     std::optional<Host> host = ParseV6(bracketed ? name.substr(1, name.size() - 2) : name);
     if (!host) host = ParseName(name);
     if (!host) {
-      ThrowInvalid("--allow-host is {}; it takes a name or an address without a port, such as pc.example.org or ::1",
-                   Quoted(name));
+      ThrowInvalid("{} is {}; it takes a name or an address without a port, such as pc.example.org or ::1",
+                   Option{"allow_host"}, Quoted(name));
     }
     names_.insert(host->name);
   }

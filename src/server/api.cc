@@ -179,7 +179,7 @@ LayerSettings Attention(const Fields& fields, const ServedModel& model) {
   const AttentionChoice asked = AskedAttention(fields), choice = Over(asked, model.attention);
   LayerSettings settings = Resolve(fields, choice, model);
   const bool dense = settings.base.policy == Policy::kDense && settings.layers.empty();
-  if (dense) fields.Named("phsa", [&] { RefuseWithoutEffect(asked, {&settings, 1}, false); });
+  if (dense) fields.Named("phsa", [&] { RefuseWithoutEffect(asked, {&settings, 1}); });
   return settings;
 }
 
@@ -343,7 +343,7 @@ EmbeddingsRequest ParseEmbeddings(std::string_view body, const ServedModel& mode
   const Json json = ParseBody(body);
   const Fields fields(json, "");
   if (model.engine.device().device != PHSA_DEVICE_CPU) {
-    throw HttpError(400, "a GPU keeps no hidden states of all tokens; a server with --device cpu has embeddings");
+    throw HttpError(400, "a GPU keeps no hidden states of all tokens; a server on the CPU has embeddings");
   }
   EmbeddingsRequest request;
   (void)fields.String("model");

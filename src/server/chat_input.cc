@@ -271,9 +271,10 @@ ChatInput ReadChatInput(const Fields& fields, std::string_view body, const Serve
 
 const ChatTemplate& TemplateOf(const ServedModel& model) {
   if (model.chat_template) return *model.chat_template;
-  throw HttpError(400,
-                  "the model carries no chat template that is known; start the server with --chat-template, or use "
-                  "/v1/completions");
+  throw HttpError(
+      400,
+      "the model carries no chat template that is known; use /v1/completions, or have the server started with "
+      "one that is");
 }
 
 void CheckLength(const Fields& fields, const char* key, std::span<const int32_t> tokens, const ServedModel& model) {

@@ -62,8 +62,8 @@ ModelPool::ModelPool(std::vector<ModelSpec> specs, PoolOptions options) : option
     for (size_t i = 0; i < spec.descriptions.size(); ++i) {
       const std::string own = Id(spec.descriptions.front()), name = Id(spec.descriptions[i]);
       if (std::any_of(names_.begin(), names_.end(), [&](const Name& other) { return other.name == name; })) {
-        ThrowInvalid("two models or adapters are called {}; --alias and --lora NAME=FOLDER give them other names",
-                     Quoted(name));
+        ThrowInvalid("two models or adapters are called {}; {} and {} give them other names", Quoted(name),
+                     Option{"alias"}, Option{"lora", "NAME=FOLDER"});
       }
       names_.push_back({name, {model, i}});
     }

@@ -29,7 +29,8 @@ tcp::endpoint Endpoint(const ServerOptions& options) {
   beast::error_code error;
   const auto address = asio::ip::make_address(options.host == "localhost" ? "127.0.0.1" : options.host, error);
   if (error) {
-    ThrowInvalid("--host is {}; it takes an address, such as 127.0.0.1, 0.0.0.0 or ::1", Quoted(options.host));
+    ThrowInvalid("{} is {}; it takes an address, such as 127.0.0.1, 0.0.0.0 or ::1", Option{"host"},
+                 Quoted(options.host));
   }
   return {address, options.port};
 }
@@ -59,8 +60,8 @@ class Server::Impl {
     beast::error_code error;
     const auto checked = [&] {
       if (!error) return;
-      Throw(PHSA_IO, "cannot listen on {} port {}: {}; --host and --port say where", options.host, options.port,
-            error.message());
+      Throw(PHSA_IO, "cannot listen on {} port {}: {}; {} and {} say where", options.host, options.port,
+            error.message(), Option{"host"}, Option{"port"});
     };
     acceptor_.open(endpoint.protocol(), error);
     checked();

@@ -229,8 +229,8 @@ Service::Service(ModelPool& models, ServiceOptions options, Metrics& metrics)
 void Service::CheckHead(const HttpRequest& request) const {
   if (options_.api_key.empty() && !hosts_.Allows(request.host)) {
     throw HttpError(403,
-                    fmt::format("this server is not known as {}; ask for localhost or 127.0.0.1, or start it with "
-                                "--allow-host and that name, or with a key",
+                    fmt::format("this server is not known as {}; ask for localhost or 127.0.0.1, or have it "
+                                "started with that name allowed, or with a key",
                                 Quoted(request.host)),
                     "", "host_not_allowed");
   }

@@ -50,9 +50,8 @@ void ReadCertificates(const std::string& path, ssl::context& context) {
   ERR_clear_error();
   context.use_certificate_chain(boost::asio::buffer(text), error);
   if (error) {
-    ThrowInvalid(
-        "--tls-cert {}: no certificate could be read from it ({}); it takes PEM, with -----BEGIN CERTIFICATE-----",
-        path, OpenSslReason());
+    ThrowInvalid("{}: no certificate could be read from it ({}); it takes PEM, with -----BEGIN CERTIFICATE-----",
+                 Option{"tls_cert", path}, OpenSslReason());
   }
 }
 
@@ -66,21 +65,21 @@ void ReadKey(const std::string& path, const std::string& certificate, ssl::conte
       PEM_read_bio_PrivateKey(bio.get(), nullptr, RefusePassPhrase, &has_pass_phrase), &EVP_PKEY_free);
   if (has_pass_phrase) {
     ThrowInvalid(
-        "--tls-key {}: the key has a pass phrase, and nobody is asked for it; write it without one, into a file that "
+        "{}: the key has a pass phrase, and nobody is asked for it; write it without one, into a file that "
         "only the server's user can read: openssl pkey -in KEY -out FILE",
-        path);
+        Option{"tls_key", path});
   }
   if (key == nullptr) {
-    ThrowInvalid(
-        "--tls-key {}: no private key could be read from it ({}); it takes PEM, with -----BEGIN PRIVATE KEY-----", path,
-        OpenSslReason());
+    ThrowInvalid("{}: no private key could be read from it ({}); it takes PEM, with -----BEGIN PRIVATE KEY-----",
+                 Option{"tls_key", path}, OpenSslReason());
   }
   SSL_CTX* const native = context.native_handle();
   if (X509_check_private_key(SSL_CTX_get0_certificate(native), key.get()) != 1) {
-    ThrowInvalid("--tls-key {}: the key is not that of the first certificate in --tls-cert {}", path, certificate);
+    ThrowInvalid("{}: the key is not that of the first certificate in {}", Option{"tls_key", path},
+                 Option{"tls_cert", certificate});
   }
   if (SSL_CTX_use_PrivateKey(native, key.get()) != 1) {
-    ThrowInvalid("--tls-key {}: the key cannot be used ({})", path, OpenSslReason());
+    ThrowInvalid("{}: the key cannot be used ({})", Option{"tls_key", path}, OpenSslReason());
   }
 }
 
@@ -88,10 +87,10 @@ std::string DateWarning(const std::string& path, const ssl::context& context) {
   auto& own = const_cast<ssl::context&>(context);  // native_handle() wants it, and nothing is changed
   const X509* const certificate = SSL_CTX_get0_certificate(own.native_handle());
   if (X509_cmp_current_time(X509_get0_notAfter(certificate)) < 0) {
-    return fmt::format("--tls-cert {}: the certificate has run out, clients will not take it", path);
+    return fmt::format("{}: the certificate has run out, clients will not take it", Option{"tls_cert", path});
   }
   if (X509_cmp_current_time(X509_get0_notBefore(certificate)) > 0) {
-    return fmt::format("--tls-cert {}: the certificate is not valid yet, clients will not take it", path);
+    return fmt::format("{}: the certificate is not valid yet, clients will not take it", Option{"tls_cert", path});
   }
   return "";
 }

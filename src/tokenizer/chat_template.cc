@@ -157,12 +157,12 @@ ChatTemplate ChatTemplate::ByName(std::string_view name) {
     known.is_named_ = true;
     return known;
   }
-  ThrowInvalid("--chat-template is {}; allowed: {}", Quoted(name), JoinedNames());
+  ThrowInvalid("{} is {}; allowed: {}", Option{"chat_template"}, Quoted(name), JoinedNames());
 }
 
 ChatTemplate ChatTemplate::Recognise(std::string_view template_text) {
   if (template_text.empty()) {
-    ThrowInvalid("the model has no chat template: choose one with --chat-template ({})", JoinedNames());
+    ThrowInvalid("the model has no chat template: choose one with {} ({})", Option{"chat_template"}, JoinedNames());
   }
   try {
     ChatTemplate own(template_text, jinja::Template::Parse(template_text));
@@ -176,7 +176,8 @@ ChatTemplate ChatTemplate::Recognise(std::string_view template_text) {
     own.LearnHowItCalls();
     return own;
   } catch (const Error& error) {
-    Throw(error.status(), "{}; choose the closest with --chat-template ({})", error.what(), JoinedNames());
+    Throw(error.status(), "{}; choose the closest with {} ({})", error.message(), Option{"chat_template"},
+          JoinedNames());
   }
 }
 

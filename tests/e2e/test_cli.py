@@ -214,7 +214,7 @@ def test_answers_follow_a_grammar_or_a_schema_from_a_file(tiny, tmp_path):
         value = json.loads(done["text"])
         assert list(value) == ["b", "a"] and 0 <= value["b"] <= 99 and value["a"] == "x"
     else:
-        assert done["stop_reason"] == "-n reached" and done["text"].startswith("{")
+        assert done["stop_reason"] == "max_tokens reached" and done["text"].startswith("{")
     chat = run_phsa("chat", "-m", tiny, "-n", 20, "--grammar", grammar, input="hello\nagain\n")
     assert {*chat.stdout.split()} <= {"yes", "no"} and len(chat.stdout.split()) == 2
     grammar.write_text("root ::= missing\n")

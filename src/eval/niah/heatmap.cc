@@ -285,12 +285,12 @@ std::string NiahHeatMap(std::span<const NiahRow> rows, const std::string& model,
 
 void CheckNiahHeatMapPath(const std::filesystem::path& path) {
   if (path.extension() != ".svg" && path.extension() != ".html") {
-    ThrowInvalid("niah: --heatmap {} ends neither in .svg nor in .html", Quoted(path.string(), kQuotedPath));
+    ThrowInvalid("niah: {} ends neither in .svg nor in .html", Option{"heatmap", Quoted(path.string(), kQuotedPath)});
   }
   try {
     NewFile{path};  // leaves nothing behind
   } catch (const Error& error) {
-    ThrowInvalid("niah: --heatmap {}", error.what());
+    ThrowInvalid("niah: {}", Option{"heatmap", error.message()});
   }
 }
 

@@ -54,7 +54,8 @@ struct NiahPrompts::Hay {
 NiahPrompts::NiahPrompts(const Tokenizer& tokenizer, const Haystack* haystack, NiahPromptOptions options)
     : tokenizer_(tokenizer), haystack_(haystack), options_(std::move(options)) {
   for (const double depth : options_.depths) {
-    if (!(depth >= 0 && depth <= 100)) ThrowInvalid("niah: --depths has {}; depths are percentages, 0 to 100", depth);
+    if (!(depth >= 0 && depth <= 100))
+      ThrowInvalid("niah: {} has {}; depths are percentages, 0 to 100", Option{"depths"}, depth);
   }
   tokens_before_.push_back(0);
   if (haystack_ == nullptr) return;
@@ -128,10 +129,9 @@ NiahPrompts::Hay NiahPrompts::GatherSentences(NiahTask task, int32_t length, int
   PHSA_CHECK(haystack_ != nullptr);
   const std::vector<std::string>& sentences = haystack_->sentences();
   if (HaystackTokens() < room && !options_.repeat) {
-    ThrowInvalid(
-        "niah: {} has {} tokens, {} of {} tokens needs {}; give a longer text, a smaller --lengths, or "
-        "--repeat-haystack",
-        haystack_->name(), HaystackTokens(), Name(task), length, room);
+    ThrowInvalid("niah: {} has {} tokens, {} of {} tokens needs {}; give a longer text, a smaller {}, or {}",
+                 haystack_->name(), HaystackTokens(), Name(task), length, room, Option{"lengths"},
+                 Option{"repeat_haystack"});
   }
   const int64_t wanted = room + kSpareTokens;
   // Sentences from which the text is still long enough; a text that is repeated has no end.
@@ -198,9 +198,8 @@ NiahSample NiahPrompts::Build(NiahTask task, int32_t length, int32_t index) cons
   const auto bare = static_cast<int64_t>(tokens_with(0).size());
   const int64_t budget = length - kNiahAnswerTokens;
   if (bare >= budget) {
-    ThrowInvalid(
-        "niah: --lengths has {}; question, needles and answer of {} alone take {} tokens: give a few hundred more",
-        length, Name(task), bare + kNiahAnswerTokens);
+    ThrowInvalid("niah: {} has {}; question, needles and answer of {} alone take {} tokens: give a few hundred more",
+                 Option{"lengths"}, length, Name(task), bare + kNiahAnswerTokens);
   }
   const int64_t room = budget - bare;
   hay = Shape(task).hay == NiahTaskShape::Hay::kEssay ? GatherSentences(task, length, room, random)
@@ -232,8 +231,8 @@ NiahSample NiahPrompts::Build(NiahTask task, int32_t length, int32_t index) cons
 
 void NiahPrompts::Check(NiahTask task, int32_t length) const {
   if (!options_.depths.empty() && Shape(task).references() > 1) {
-    ThrowInvalid("niah: --depths places one needle, and {} asks for {}; leave --depths out, or take another task",
-                 Name(task), Shape(task).references());
+    ThrowInvalid("niah: {0} places one needle, and {1} asks for {2}; leave {0} out, or take another task",
+                 Option{"depths"}, Name(task), Shape(task).references());
   }
   Build(task, length, 0);
 }

@@ -42,7 +42,7 @@ Json ParseLine(std::string_view line, const std::string& place) {
     return true;
   };
   Json json = Json::parse(line, check_depth, false);
-  if (!json.is_object()) ThrowInvalid("{}: not a line of `phsa niah --out`", place);
+  if (!json.is_object()) ThrowInvalid("{}: not a line that `phsa niah` wrote", place);
   return json;
 }
 
@@ -103,7 +103,7 @@ void CheckHeader(const Json& header, const std::string& place) {
                     header["scoring"].is_string() && header.contains("layers") &&
                     header["layers"].is_number_unsigned() && header["layers"].get<uint64_t>() <= kMaxLayers;
   if (good) NiahScoringFromName(header["scoring"].get_ref<const std::string&>());
-  if (!good) ThrowInvalid("{}: model, scoring or layers is missing or not what `phsa niah --out` writes", place);
+  if (!good) ThrowInvalid("{}: model, scoring or layers is missing or not what `phsa niah` writes", place);
 }
 
 }  // namespace
@@ -179,7 +179,7 @@ NiahFile ReadNiahFile(const std::filesystem::path& path) {
   const std::string_view begin = std::string_view(first).substr(0, first.size() - 1);
   const size_t common = std::min(begin.size(), text.size());
   if (text.compare(0, common, begin, 0, common) != 0) {
-    ThrowInvalid("{}: not a file of `phsa niah --out`; give another name", path.string());
+    ThrowInvalid("{}: not a file that `phsa niah` wrote; give another name", path.string());
   }
   int64_t line_number = 0;
   for (size_t at = 0, end; (end = text.find('\n', at)) != std::string::npos; at = end + 1) {
@@ -215,9 +215,9 @@ void CheckSameHeader(const NiahHeader& one, const std::string& one_place, const 
     for (const auto& [key, value] : keys.items()) {
       if (one.contains(key) && other.contains(key) && one[key] == other[key]) continue;
       ThrowInvalid(
-          "niah: {} has {} {}, {} has {}; such samples do not belong into one table; give another --out, or the same "
+          "niah: {} has {} {}, {} has {}; such samples do not belong into one table; give another {}, or the same "
           "settings",
-          one_place, key, text(one, key), other_place, text(other, key));
+          one_place, key, text(one, key), other_place, text(other, key), Option{"out"});
     }
   };
   compare(one);
@@ -228,17 +228,17 @@ NiahWriter::NiahWriter(const std::filesystem::path& path, const NiahHeader& head
     : path_(path.string()) {
   file_ = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (file_ < 0) {
-    ThrowInvalid("niah: cannot write to --out {}: {}; name a file in a folder that you may write to",
-                 Quoted(path_, kQuotedPath), std::strerror(errno));
+    ThrowInvalid("niah: cannot write to {}: {}; name a file in a folder that you may write to",
+                 Option{"out", Quoted(path_, kQuotedPath)}, std::strerror(errno));
   }
   struct stat status {};
   if (fstat(file_, &status) != 0 || !S_ISREG(status.st_mode)) {
     close(file_);
-    ThrowInvalid("niah: --out {} is not a plain file", Quoted(path_, kQuotedPath));
+    ThrowInvalid("niah: {} is not a plain file", Option{"out", Quoted(path_, kQuotedPath)});
   }
   try {
     if (flock(file_, LOCK_EX | LOCK_NB) != 0) {
-      ThrowInvalid("niah: another run writes to {}; wait for it, or give another --out", path_);
+      ThrowInvalid("niah: another run writes to {}; wait for it, or give another {}", path_, Option{"out"});
     }
     NiahHeader ours = {{"format", kFormat}};
     ours.update(header);

@@ -408,8 +408,8 @@ std::unique_ptr<ModelBackend> MakeBackend(const ModelSource& source, const Backe
   if (const std::string why = Unsupported(source, options); !why.empty()) Throw(PHSA_UNSUPPORTED, "{}", why);
   const std::vector<Device> devices = Devices();
   if (options.device_index < 0 || static_cast<size_t>(options.device_index) >= devices.size()) {
-    ThrowInvalid("--device is cuda:{}; this machine has {} GPUs, the first one is cuda:0", options.device_index,
-                 devices.size());
+    ThrowInvalid("{} is cuda:{}; this machine has {} GPUs, the first one is cuda:0", Option{"device"},
+                 options.device_index, devices.size());
   }
   Check(cudaSetDevice(options.device_index), "the GPU");
   auto backend =

@@ -31,20 +31,20 @@ std::string UnsupportedModel(const ModelConfig& config, const BackendOptions& op
     return fmt::format("a vocabulary of {}; the GPU takes up to {}", config.vocab_size, kMaxTopVocab);
   }
   if (options.weights == WeightsMode::kF32) {
-    return fmt::format("--weights {}; the GPU takes auto, bf16 and int8", Name(options.weights));
+    return fmt::format("{}; the GPU takes auto, bf16 and int8", Option{"weights", Name(options.weights)});
   }
   if (options.weights == WeightsMode::kInt8 && config.num_experts > 0) {
-    return "--weights int8 with experts; the GPU takes --weights bf16";
+    return fmt::format("{} with experts; the GPU takes {}", Option{"weights", "int8"}, Option{"weights", "bf16"});
   }
   const int32_t q_width = config.num_q_heads * config.head_dim;
   if (options.weights == WeightsMode::kInt8 &&
       (config.hidden % kWeightGroup != 0 || config.intermediate % kWeightGroup != 0 || q_width % kWeightGroup != 0)) {
-    return fmt::format(
-        "--weights int8 with rows of {}, {} and {} elements; the GPU takes multiples of {}, or --weights bf16",
-        config.hidden, q_width, config.intermediate, kWeightGroup);
+    return fmt::format("{} with rows of {}, {} and {} elements; the GPU takes multiples of {}, or {}",
+                       Option{"weights", "int8"}, config.hidden, q_width, config.intermediate, kWeightGroup,
+                       Option{"weights", "bf16"});
   }
   if (options.kv_dtype != PHSA_BF16 && options.kv_dtype != PHSA_F16) {
-    return fmt::format("--kv-type {}; the GPU takes bf16 and f16", DtypeName(options.kv_dtype));
+    return fmt::format("{}; the GPU takes bf16 and f16", Option{"kv_type", DtypeName(options.kv_dtype)});
   }
   return "";
 }

@@ -155,8 +155,8 @@ Product& Linear::Impl::Get(const Shape& shape, const void* bias) {
   check(lib.MatmulAlgoGetHeuristic(handle.get(), product.description.get(), product.weights.get(), product.x.get(),
                                    product.y.get(), product.y.get(), preference.get(), 1, &best, &found));
   if (found == 0) {
-    Throw(PHSA_UNSUPPORTED, "{} of {} × {} by {}: cuBLASLt has no way to do it on this GPU; use --device cpu", kWhat,
-          shape.m, shape.k, shape.n);
+    Throw(PHSA_UNSUPPORTED, "{} of {} × {} by {}: cuBLASLt has no way to do it on this GPU; use {}", kWhat, shape.m,
+          shape.k, shape.n, Option{"device", "cpu"});
   }
   product.algorithm = best.algo;
   return products.emplace(shape, std::move(product)).first->second;

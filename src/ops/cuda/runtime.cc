@@ -15,13 +15,13 @@ void Check(cudaError_t error, const char* what) {
   cudaGetLastError();  // some errors would be reported again by the next call
   if (error == cudaErrorMemoryAllocation) {
     Throw(PHSA_OUT_OF_MEMORY,
-          "{}: the GPU has not enough memory; end other programs that use it, or ask for a smaller context (-c), fewer "
-          "sequences or --device cpu",
-          what);
+          "{}: the GPU has not enough memory; end other programs that use it, or ask for a smaller {}, fewer "
+          "sequences or {}",
+          what, Option{"context"}, Option{"device", "cpu"});
   }
   if (DeviceFailed(error)) {
-    Throw(PHSA_IO, "{}: the GPU failed ({}); start phsa again, or run with --device cpu", what,
-          cudaGetErrorString(error));
+    Throw(PHSA_IO, "{}: the GPU failed ({}); start phsa again, or run with {}", what, cudaGetErrorString(error),
+          Option{"device", "cpu"});
   }
   Throw(PHSA_INTERNAL, "{}: CUDA: {}", what, cudaGetErrorString(error));
 }
@@ -35,8 +35,8 @@ DeviceBuffer::DeviceBuffer(size_t bytes, const char* what) : size_(bytes) {
     cudaMemGetInfo(&free_bytes, &total);
     Throw(PHSA_OUT_OF_MEMORY,
           "{}: {} MB of GPU memory are needed and {} of {} are free; end other programs that use it, or ask for a "
-          "smaller context (-c), fewer sequences or --device cpu",
-          what, Megabytes(bytes), Megabytes(free_bytes), Megabytes(total));
+          "smaller {}, fewer sequences or {}",
+          what, Megabytes(bytes), Megabytes(free_bytes), Megabytes(total), Option{"context"}, Option{"device", "cpu"});
   }
   Check(error, what);
 }
