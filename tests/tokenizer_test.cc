@@ -1,5 +1,6 @@
 #include "tokenizer/tokenizer.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,7 +16,9 @@
 
 #include "base/utf8.h"
 #include "refusal.h"
+#include "tokenizer/charsmap.h"
 #include "tokenizer/chat_template.h"
+#include "tokenizer/normalization.h"
 #include "tokenizer/normalizer.h"
 #include "tokenizer/pattern.h"
 #include "tokenizer/pre_tokenization.h"
@@ -382,7 +385,7 @@ TEST(TokenizerJson, WhatIsNotSupportedIsRefusedByName) {
     EXPECT_EQ(message.find('\n'), std::string::npos) << message;
   };
   const Json regex = {{"type", "Split"}, {"pattern", {{"Regex", "a"}}}, {"behavior", "Isolated"}};
-  expect("/model/type", "Unigram", "Unigram");
+  expect("/model/type", "WordPiece", "WordPiece");
   expect("/model/vocab", Json::object(), "vocab");
   expect("/model/vocab", 3, "vocab");
   expect("/model/vocab/new", 4'000'000'000, "4000000000");
@@ -397,7 +400,7 @@ TEST(TokenizerJson, WhatIsNotSupportedIsRefusedByName) {
   expect("/model/continuing_subword_prefix", "##", "continuing_subword_prefix");
   expect("/model/unk_token", "<nowhere>", "unk_token");
   expect("/model/ignore_merges", "yes", "ignore_merges");
-  expect("/normalizer", {{"type", "NFKC"}}, "NFKC");
+  expect("/normalizer", {{"type", "StripAccents"}}, "StripAccents");
   expect("/normalizer", {{"type", "Lowercase"}}, "Lowercase");
   expect("/pre_tokenizer", {{"type", "Metaspace"}}, "Metaspace");
   expect("/pre_tokenizer", regex, "ByteLevel");
@@ -486,6 +489,62 @@ TEST(TokenizerGguf, BeginAndEndAreTheFilesAndOutOfRangeIsNone) {
   EXPECT_EQ(tokenizer.bos(), 7);
   EXPECT_EQ(tokenizer.eos(), -1);
   EXPECT_TRUE(tokenizer.add_bos());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Unigram models
+
+Json UnigramJson() {
+  Json vocab = Json::array();
+  const auto add = [&](const std::string& token, double score) { vocab.push_back(Json::array({token, score})); };
+  for (const auto& [token, score] : std::vector<std::pair<std::string, double>>{
+           {"<unk>", 0}, {"\u2581", -2}, {"a", -1}, {"b", -1}, {"ab", -1.5}, {"aba", -3}, {"<s>", 0}}) {
+    add(token, score);
+  }
+  for (int byte = 0; byte < 256; ++byte) add(fmt::format("<0x{:02X}>", byte), 0);
+  return {{"model", {{"type", "Unigram"}, {"unk_id", 0}, {"vocab", vocab}, {"byte_fallback", true}}},
+          {"added_tokens", Json::array({{{"id", 6}, {"content", "<s>"}, {"special", true}}})},
+          {"pre_tokenizer", {{"type", "Metaspace"}, {"replacement", "\u2581"}, {"prepend_scheme", "always"}}},
+          {"decoder", {{"type", "Metaspace"}, {"replacement", "\u2581"}, {"prepend_scheme", "always"}}}};
+}
+
+TEST(TokenizerUnigram, TheLargestSumOfScoresIsTaken) {
+  const Tokenizer tokenizer = Tokenizer::FromJson(UnigramJson().dump(), "", "t.json");
+  const auto ids = [&](std::string_view text) { return tokenizer.Encode(text, SpecialTokens::kRecognise); };
+  EXPECT_EQ(ids("aba ba"), (std::vector<int32_t>{1, 4, 2, 1, 3, 2}));  // -1.5 - 1 is more than -3
+  // Two unknown characters one after the other are one, of five bytes.
+  EXPECT_EQ(ids("a\u00e9\u4e2db"), (std::vector<int32_t>{1, 2, 7 + 0xc3, 7 + 0xa9, 7 + 0xe4, 7 + 0xb8, 7 + 0xad, 3}));
+  EXPECT_EQ(ids("<s>a"), (std::vector<int32_t>{6, 1, 2}));
+  // "<s>" is in the vocabulary, and still no text is that token.
+  const std::vector<int32_t> text = tokenizer.Encode("<s>a", SpecialTokens::kAsText);
+  EXPECT_TRUE(std::none_of(text.begin(), text.end(), [&](int32_t id) { return tokenizer.IsSpecial(id); }));
+  EXPECT_EQ(tokenizer.Decode(text, false), "<s>a");
+  EXPECT_EQ(tokenizer.Decode(ids("a  b"), false), "a  b");
+}
+
+TEST(TokenizerUnigram, ALongTextTakesTimeInProportionToIt) {
+  const Tokenizer tokenizer = Tokenizer::FromJson(UnigramJson().dump(), "", "t.json");
+  std::string text;
+  for (int i = 0; i < 500'000; ++i) text += "ab";
+  EXPECT_EQ(tokenizer.Encode(text, SpecialTokens::kRecognise).size(), 500'001u);
+  EXPECT_EQ(tokenizer.Encode(std::string(300'000, 'x'), SpecialTokens::kRecognise).size(), 300'001u);
+}
+
+TEST(TokenizerUnigram, TablesThatCannotBeAreRefused) {
+  const auto refusal = [](std::string_view blob) { return Refusal([&] { Charsmap(blob, "here"); }); };
+  EXPECT_NE(refusal("").find("here is no precompiled_charsmap"), std::string::npos);
+  EXPECT_NE(refusal(std::string_view("\x08\0\0\0\0\0\0\0", 8)).find("a trie of 8"), std::string::npos);
+  EXPECT_NE(refusal(std::string("\x04\0\0\0\0\0\0\0", 8) + std::string(300, 'x')).find("300 bytes"), std::string::npos);
+  EXPECT_NE(refusal(std::string_view("\x04\0\0\0\0\0\0\0\xff", 9)).find("UTF-8"), std::string::npos);
+}
+
+TEST(Normalization, WhatMakesVeryMuchOfATextIsGivenUp) {
+  Normalization steps;
+  for (int i = 0; i < 8; ++i) steps.AddReplace("a", std::string(16, 'a'));
+  Pattern::Scratch pattern;
+  Normalization::Scratch scratch;
+  const std::string message = Refusal([&] { steps.Apply(std::string(1000, 'a'), &pattern, &scratch); });
+  EXPECT_NE(message.find("normalizer makes more than"), std::string::npos) << message;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -232,6 +232,7 @@ std::string TokenizerSha256(const Tokenizer& tokenizer) {
     add(merge.right);
     add(merge.result);
   }
+  for (const double score : tokenizer.scores()) sum.Update(&score, sizeof(score));
   return sum.Hex();
 }
 

@@ -125,6 +125,9 @@ BpeVocabulary GgufVocabulary(const ModelSource& source) {
   vocabulary.merges = gguf.merges;
   vocabulary.scores = gguf.scores;
   vocabulary.add_space_prefix = gguf.add_space_prefix;
+  vocabulary.one_space = gguf.one_space;
+  vocabulary.charsmap = gguf.charsmap;
+  vocabulary.unknown = gguf.unknown;
   vocabulary.bos = gguf.bos;
   vocabulary.eos = gguf.eos;
   vocabulary.add_bos = gguf.add_bos;

@@ -578,7 +578,14 @@ class Exporter {
     header.AddText("tokenizer.ggml.pre", vocabulary.pre);
     header.AddTexts("tokenizer.ggml.tokens", vocabulary.tokens);
     if (!vocabulary.token_types.empty()) header.AddIntegers("tokenizer.ggml.token_type", vocabulary.token_types);
-    header.AddTexts("tokenizer.ggml.merges", vocabulary.merges);
+    if (vocabulary.model == "gpt2") {
+      header.AddTexts("tokenizer.ggml.merges", vocabulary.merges);
+    } else {
+      header.AddFloats("tokenizer.ggml.scores", vocabulary.scores);
+      header.AddBool("tokenizer.ggml.add_space_prefix", vocabulary.add_space_prefix);
+      if (vocabulary.one_space) header.AddBool("tokenizer.ggml.remove_extra_whitespaces", true);
+      if (!vocabulary.charsmap.empty()) header.AddBytes("tokenizer.ggml.precompiled_charsmap", vocabulary.charsmap);
+    }
     const auto id = [&](const char* key, int32_t value) {
       if (value >= 0) header.AddInteger(key, static_cast<uint32_t>(value));
     };

@@ -22,6 +22,7 @@ constexpr double kMaxFactor = 1e6;
 constexpr std::string_view kEndTokens[] = {"<|im_end|>", "<|endoftext|>",   "<|eot_id|>",
                                            "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>"};
 constexpr int64_t kControlToken = 3;
+constexpr int64_t kMaxCharsmap = 4 << 20;  // bytes; SentencePiece's own have 0.24 MB
 
 class GgufSource final : public ModelSource {
  public:
@@ -302,6 +303,11 @@ class GgufSource final : public ModelSource {
     CheckCount("tokenizer.ggml.scores", config_.vocab_size);
     tokenizer.scores = gguf_.Floats("tokenizer.ggml.scores").value_or(std::vector<float>());
     tokenizer.add_space_prefix = gguf_.Bool("tokenizer.ggml.add_space_prefix").value_or(true);
+    tokenizer.one_space = gguf_.Bool("tokenizer.ggml.remove_extra_whitespaces").value_or(false);
+    CheckCount("tokenizer.ggml.precompiled_charsmap", kMaxCharsmap);
+    if (const auto bytes = gguf_.Integers("tokenizer.ggml.precompiled_charsmap")) {
+      for (const int64_t byte : *bytes) tokenizer.charsmap += static_cast<char>(byte);
+    }
     if (const auto types = gguf_.Integers(types_key)) {
       if (types->size() != tokenizer.tokens.size()) {
         ThrowInvalid("{} has {} elements for {} tokens", gguf_.Where(types_key), types->size(),

@@ -19,12 +19,14 @@ namespace phsa {
 
 // What a GGUF file holds of its tokenizer: the arrays as they lie there.
 struct GgufTokenizer {
-  std::string model, pre;            // "gpt2"; "smollm", "qwen2", "llama-bpe", "gpt-2", …
+  std::string model, pre;            // "gpt2", "llama", "t5"; "smollm", "qwen2", "llama-bpe", "gpt-2", …
   std::vector<std::string> tokens;   // in GPT-2's printable byte alphabet
   std::vector<int32_t> token_types;  // 1 normal, 3 control, 4 user-defined, …; may be empty
   std::vector<std::string> merges;   // "left right"; of the model llama, none: scores say which pair is joined first
-  std::vector<float> scores;         // of the model llama: [token]
+  std::vector<float> scores;         // of the models llama and t5: [token]
   bool add_space_prefix = true;      // likewise: a text begins with a space
+  bool one_space = false;            // of the model t5: spaces in a row are one, and none at the ends
+  std::string charsmap;              // likewise: what characters become (tokenizer/charsmap.h)
   int32_t bos = -1, eos = -1, unknown = -1, padding = -1;
   std::vector<int32_t> end_of_turn;  // eot and eom where the file names them
   bool add_bos = false, add_eos = false;

@@ -130,6 +130,20 @@ void GgufHeader::AddIntegers(std::string_view key, const std::vector<int32_t>& v
   for (const int32_t value : values) Append(metadata_, value);
 }
 
+void GgufHeader::AddFloats(std::string_view key, const std::vector<float>& values) {
+  Begin(key, static_cast<uint32_t>(GgufType::kArray));
+  Append(metadata_, static_cast<uint32_t>(GgufType::kFloat32));
+  Append(metadata_, uint64_t{values.size()});
+  for (const float value : values) Append(metadata_, value);
+}
+
+void GgufHeader::AddBytes(std::string_view key, std::string_view bytes) {
+  Begin(key, static_cast<uint32_t>(GgufType::kArray));
+  Append(metadata_, static_cast<uint32_t>(GgufType::kUint8));
+  Append(metadata_, uint64_t{bytes.size()});
+  metadata_ += bytes;
+}
+
 std::string GgufHeader::Finish(const std::vector<OutputTensor>& tensors) const {
   std::string out = "GGUF";
   Append(out, uint32_t{3});

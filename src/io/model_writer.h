@@ -36,6 +36,8 @@ class GgufHeader {
   void AddText(std::string_view key, std::string_view value);
   void AddTexts(std::string_view key, const std::vector<std::string>& values);
   void AddIntegers(std::string_view key, const std::vector<int32_t>& values);
+  void AddFloats(std::string_view key, const std::vector<float>& values);
+  void AddBytes(std::string_view key, std::string_view bytes);         // an array of them
   std::string Finish(const std::vector<OutputTensor>& tensors) const;  // whole, up to where the data begin
 
  private:

@@ -2,7 +2,6 @@
 #ifndef PHSA_TOKENIZER_BPE_H_
 #define PHSA_TOKENIZER_BPE_H_
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <string>
@@ -60,9 +59,6 @@ class Bpe {
   // Appends the pieces of a stretch of a SentencePiece text across whose ends nothing merges: the words, mostly.
   void Cut(std::string_view text, TextRange range, std::vector<TextRange>* pieces) const;
   bool of_characters() const { return !model_.character_ids.empty(); }
-  bool IsByteToken(int32_t id) const {  // of SentencePiece: <0x41>
-    return of_characters() && std::find(model_.byte_ids.begin(), model_.byte_ids.end(), id) != model_.byte_ids.end();
-  }
 
   const std::vector<BpeMerge>& merges() const { return model_.merges; }
 

@@ -153,15 +153,16 @@ BpeVocabulary VocabularyFromJson(std::string_view json, std::string_view tokeniz
                                  const std::string& file) {
   // Judges it: below, everything is there and of the right kind.
   const TokenizerParts parts = PartsFromJson(json, tokenizer_config_json, file);
-  if (parts.space_marks.on) RefuseSentencePiece(file);
+  if (parts.sentencepiece) RefuseSentencePiece(file);
   const auto root = nlohmann::json::parse(json);
   const auto& model = root.at("model");
   const bool whole_words = !parts.model.whole_words.empty();
   Steps steps;
   const PreTokenization* pre = nullptr;
-  if (ReadSteps(root.at("pre_tokenizer"), steps)) {
+  const bool nfc = parts.normalization.OnlyNfc();
+  if ((nfc || parts.normalization.empty()) && ReadSteps(root.at("pre_tokenizer"), steps)) {
     for (const PreTokenization& known : KnownPreTokenizations()) {
-      const bool same = Same(known, steps) && known.nfc == parts.nfc && known.whole_words == whole_words;
+      const bool same = Same(known, steps) && known.nfc == nfc && known.whole_words == whole_words;
       if (same && pre == nullptr) pre = &known;
     }
   }

@@ -37,6 +37,15 @@ constexpr Range kPassed[] = {
     {0x1e130, 0x1e136}, {0x1e2ae, 0x1e2ae}, {0x1e2ec, 0x1e2ef}, {0x1e4ec, 0x1e4ef},
 };
 
+// Of these the tables know no compatibility form.
+constexpr Range kPassedOfCompatibility[] = {
+    {0x32ff, 0x32ff},   {0xa7f2, 0xa7f4},   {0xab69, 0xab69},   {0x10781, 0x10785}, {0x10787, 0x107b0},
+    {0x107b2, 0x107ba}, {0x1e030, 0x1e06d}, {0x1f16c, 0x1f16c}, {0x1fbf0, 0x1fbf9},
+};
+
+// What kPlain is for NFC, for the other forms.
+constexpr Range kPlainInAll[] = {{0x0, 0x7f}, {0x4e00, 0x9fff}};
+
 template <size_t size>
 bool Contains(const Range (&ranges)[size], char32_t code) {
   const Range* after =
@@ -46,19 +55,30 @@ bool Contains(const Range (&ranges)[size], char32_t code) {
 
 int CombiningClass(int32_t code) { return utf8proc_get_property(code)->combining_class; }
 
-// NFC of a short text. Its marks are sorted here, because utf8proc does it in quadratic time.
-std::string ComposeRun(std::string_view run) {
+struct Form {
+  bool composed, compatible;
+  bool IsPlain(char32_t code) const {
+    return composed && !compatible ? Contains(kPlain, code) : Contains(kPlainInAll, code);
+  }
+  bool Passes(char32_t code) const {
+    return Contains(kPassed, code) || (compatible && Contains(kPassedOfCompatibility, code));
+  }
+};
+
+// The normal form of a short text. Its marks are sorted here, because utf8proc does it in quadratic time.
+std::string NormalizeRun(const Form& form, std::string_view run) {
   std::vector<utf8proc_int32_t> codes;
-  constexpr auto kOptions = static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_COMPOSE);
+  const auto options = static_cast<utf8proc_option_t>(UTF8PROC_STABLE | (form.compatible ? UTF8PROC_COMPAT : 0) |
+                                                      (form.composed ? UTF8PROC_COMPOSE : UTF8PROC_DECOMPOSE));
   for (size_t at = 0; at < run.size();) {
     const Utf8Step step = ScanUtf8(run, at);
     at += step.size;
-    constexpr utf8proc_ssize_t kLongest = 32;  // code points that one character decomposes into; 4 in fact
+    constexpr utf8proc_ssize_t kLongest = 32;  // code points that one character decomposes into; 18 in fact
     const size_t before = codes.size();
     codes.resize(before + kLongest);
     int boundary = 0;
     const utf8proc_ssize_t count = utf8proc_decompose_char(static_cast<utf8proc_int32_t>(step.code),
-                                                           codes.data() + before, kLongest, kOptions, &boundary);
+                                                           codes.data() + before, kLongest, options, &boundary);
     PHSA_CHECK(count >= 0 && count <= kLongest);
     codes.resize(before + static_cast<size_t>(count));
   }
@@ -72,7 +92,7 @@ std::string ComposeRun(std::string_view run) {
     begin = end;
   }
   const utf8proc_ssize_t count =
-      utf8proc_normalize_utf32(codes.data(), static_cast<utf8proc_ssize_t>(codes.size()), kOptions);
+      utf8proc_normalize_utf32(codes.data(), static_cast<utf8proc_ssize_t>(codes.size()), options);
   PHSA_CHECK(count >= 0);
   std::string out;
   for (utf8proc_ssize_t i = 0; i < count; ++i) AppendUtf8(static_cast<char32_t>(codes[static_cast<size_t>(i)]), &out);
@@ -81,7 +101,9 @@ std::string ComposeRun(std::string_view run) {
 
 }  // namespace
 
-std::string_view NormalizeNfc(std::string_view text, std::string* storage) {
+std::string_view Normalize(NormalForm which, std::string_view text, std::string* storage) {
+  const Form form{.composed = which == NormalForm::kNfc || which == NormalForm::kNfkc,
+                  .compatible = which == NormalForm::kNfkc || which == NormalForm::kNfkd};
   size_t done = 0;   // what lies before is in `storage`
   size_t plain = 0;  // where the plain character before `at` begins
   bool after_plain = false;
@@ -98,8 +120,8 @@ std::string_view NormalizeNfc(std::string_view text, std::string* storage) {
       }
     }
     Utf8Step step = ScanUtf8(text, at);
-    if (Contains(kPlain, step.code) || Contains(kPassed, step.code)) {
-      after_plain = Contains(kPlain, step.code);
+    if (form.IsPlain(step.code) || form.Passes(step.code)) {
+      after_plain = form.IsPlain(step.code);
       plain = at;
       at += step.size;
       continue;
@@ -110,14 +132,14 @@ std::string_view NormalizeNfc(std::string_view text, std::string* storage) {
       at += step.size;
       if (at == text.size()) break;
       step = ScanUtf8(text, at);
-    } while (!Contains(kPlain, step.code) && !Contains(kPassed, step.code));
+    } while (!form.IsPlain(step.code) && !form.Passes(step.code));
     after_plain = false;
     const std::string_view run = text.substr(begin, at - begin);
-    const std::string composed = ComposeRun(run);
-    if (composed == run) continue;
+    const std::string normal = NormalizeRun(form, run);
+    if (normal == run) continue;
     if (!changed) storage->clear();
     changed = true;
-    storage->append(text.substr(done, begin - done)).append(composed);
+    storage->append(text.substr(done, begin - done)).append(normal);
     done = at;
   }
   if (!changed) return text;

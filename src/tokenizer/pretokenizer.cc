@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "tokenizer/bpe.h"
+
 namespace phsa {
 namespace {
 
@@ -59,7 +61,9 @@ void PreTokenizer::AddSplit(Pattern pattern, SplitBehavior behavior, bool invert
 
 void PreTokenizer::AddPrefixSpace() { steps_.emplace_back(); }
 
-std::string_view PreTokenizer::Split(std::string_view text, Scratch* scratch) const {
+void PreTokenizer::AddSpaceMarks(MarkFirst first) { steps_.emplace_back().marks = first; }
+
+std::string_view PreTokenizer::Split(std::string_view text, bool first, Scratch* scratch) const {
   std::vector<TextRange>& words = scratch->words;
   words.clear();
   if (!text.empty()) words.push_back({0, text.size()});
@@ -71,8 +75,22 @@ std::string_view PreTokenizer::Split(std::string_view text, Scratch* scratch) co
       spaced.reserve(text.size() + scratch->input.size());
       for (const TextRange& piece : scratch->input) {
         const size_t begin = spaced.size();
-        if (text[piece.begin] != ' ') spaced += ' ';
-        spaced += text.substr(piece.begin, piece.end - piece.begin);
+        const std::string_view own = text.substr(piece.begin, piece.end - piece.begin);
+        if (step.marks) {
+          const bool wanted =
+              *step.marks == MarkFirst::kOfEach || (*step.marks == MarkFirst::kOfText && first && piece.begin == 0);
+          if (wanted && !own.starts_with(' ') && !own.starts_with(kSpaceMark)) spaced += kSpaceMark;
+          for (const char c : own) {
+            if (c == ' ') {
+              spaced += kSpaceMark;
+            } else {
+              spaced += c;
+            }
+          }
+        } else {
+          if (!own.starts_with(' ')) spaced += ' ';
+          spaced += own;
+        }
         words.push_back({begin, spaced.size()});
       }
       scratch->text = std::move(spaced);

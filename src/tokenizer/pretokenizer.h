@@ -28,15 +28,20 @@ class PreTokenizer {
   void AddSplit(Pattern pattern, SplitBehavior behavior, bool inverted);
   // A space before each piece that does not begin with one.
   void AddPrefixSpace();
+  // SentencePiece's marks for spaces, and one before the piece that the text begins with, or each, that has none.
+  enum class MarkFirst : uint8_t { kNone, kOfText, kOfEach };
+  void AddSpaceMarks(MarkFirst first);
 
   // Leaves the words in scratch->words, and returns the text that they are ranges of: `text`, or scratch->text.
-  std::string_view Split(std::string_view text, Scratch* scratch) const;
+  // `first`: the text that is encoded begins with this one.
+  std::string_view Split(std::string_view text, bool first, Scratch* scratch) const;
 
  private:
   struct Step {
-    std::optional<Pattern> pattern;  // none: a prefix space
+    std::optional<Pattern> pattern;  // none: a prefix space, or marks
     SplitBehavior behavior = SplitBehavior::kIsolated;
     bool inverted = false;
+    std::optional<MarkFirst> marks;
   };
   std::vector<Step> steps_;
 };

@@ -14,23 +14,6 @@ constexpr size_t kLongestMerged = 4096;
 
 }  // namespace
 
-std::string MarkSpaces(std::string_view text, const SpaceMarks& marks, bool first) {
-  std::string out;
-  out.reserve(text.size() + text.size() / 2 + kSpaceMark.size());
-  const bool there = marks.unless_there && (text.starts_with(' ') || text.starts_with(kSpaceMark));
-  const bool wanted =
-      marks.prefix == SpaceMarks::Prefix::kEach || (marks.prefix == SpaceMarks::Prefix::kFirst && first);
-  if (wanted && !there && !text.empty()) out += kSpaceMark;
-  for (const char c : text) {
-    if (c == ' ') {
-      out += kSpaceMark;
-    } else {
-      out += c;
-    }
-  }
-  return out;
-}
-
 std::string UnmarkSpaces(std::string_view text) {
   std::string out;
   out.reserve(text.size());

@@ -1,5 +1,6 @@
 // What vocabularies of SentencePiece have that byte-level ones do not: marks for spaces, characters and single bytes as
-// tokens, and, in GGUF, scores in place of merges. Their merging itself is that of Bpe.
+// tokens, and, in GGUF, scores in place of merges. Their merging itself is that of Bpe; those of the unigram kind have
+// unigram.h.
 #ifndef PHSA_TOKENIZER_SENTENCEPIECE_H_
 #define PHSA_TOKENIZER_SENTENCEPIECE_H_
 
@@ -14,17 +15,7 @@
 
 namespace phsa {
 
-// How a text's spaces become marks.
-struct SpaceMarks {
-  bool on = false;
-  enum class Prefix : uint8_t { kNone, kFirst, kEach } prefix = Prefix::kNone;  // a mark before the text, or each piece
-  bool unless_there = false;                                                    // but not before a mark
-  bool strip_first = false;  // decoding leaves one space at the beginning out
-};
-
-// The text with a mark for each space, and with the prefix that a piece at `first` place or another has.
-std::string MarkSpaces(std::string_view text, const SpaceMarks& marks, bool first);
-// And back.
+// The text with a space for each mark.
 std::string UnmarkSpaces(std::string_view text);
 
 // The byte that "<0x41>" stands for; -1: it is no such token.

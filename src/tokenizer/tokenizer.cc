@@ -1,13 +1,14 @@
 #include "tokenizer/tokenizer.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 
 #include "base/errors.h"
-#include "tokenizer/normalizer.h"
 #include "tokenizer/tokenizer_parts.h"
 #include "tokenizer/utf8_scan.h"
 #include "tokenizer/word_cache.h"
@@ -21,9 +22,10 @@ constexpr size_t kLongestText = std::numeric_limits<int32_t>::max();
 struct Scratch {
   PreTokenizer::Scratch pre_tokenizer;
   Bpe::Scratch bpe;
+  Unigram::Scratch unigram;
   WordCache cache;
   std::vector<AddedTokenFinder::Piece> pieces, normalized_pieces;
-  std::string normalized;
+  Normalization::Scratch normalized;
   std::vector<TextRange> cut;
 };
 
@@ -39,17 +41,20 @@ struct Tokenizer::Impl {
   // `first`: the piece is where the text begins.
   void EncodePiece(std::string_view text, bool first, bool recognise_special, Scratch* scratch,
                    std::vector<int32_t>* ids) const;
-  // What is looked at after the added tokens of the raw text are found.
-  std::string_view Normalize(std::string_view text, bool first, std::string* storage) const;
-  void EncodeWords(std::string_view text, bool recognise_special, Scratch* scratch, std::vector<int32_t>* ids) const;
+  void EncodeWords(std::string_view text, bool first, bool recognise_special, Scratch* scratch,
+                   std::vector<int32_t>* ids) const;
+  void EncodeWord(std::string_view word, const std::vector<uint8_t>* forbidden, Scratch* scratch,
+                  std::vector<int32_t>* ids) const;
   std::unique_ptr<Scratch> Borrow() const;
   void Return(std::unique_ptr<Scratch> scratch) const;
   void CheckId(int32_t id) const;
 
   TokenizerParts parts;
   Bpe bpe;
+  std::optional<Unigram> unigram;  // in its place
   AddedTokenFinder raw_tokens, normalized_tokens;
-  std::vector<uint8_t> special;  // by id
+  std::vector<uint8_t> special;      // by id
+  std::vector<uint8_t> single_byte;  // likewise: SentencePiece's <0x41>
   bool words_can_be_special = false;
   std::unordered_map<std::string, int32_t> added_ids;
 
@@ -64,13 +69,21 @@ Tokenizer::Impl::Impl(TokenizerParts the_parts) : parts(std::move(the_parts)), b
     if (token.special) special[static_cast<size_t>(token.id)] = 1;
     added_ids.try_emplace(token.text, token.id);
     if (token.normalized) {
-      std::string storage;
-      normalized_tokens.Add(token, Normalize(token.text, false, &storage));
+      Scratch scratch;
+      const std::string_view text =
+          parts.normalization.Apply(token.text, &scratch.pre_tokenizer.pattern, &scratch.normalized);
+      normalized_tokens.Add(token, text);
     } else {
       raw_tokens.Add(token, token.text);
     }
   }
-  words_can_be_special = bpe.CanGive(special);
+  single_byte.resize(special.size());
+  const std::array<int32_t, 256>& bytes = parts.unigram ? parts.unigram->byte_ids : parts.model.byte_ids;
+  for (const int32_t id : bytes) {
+    if (parts.sentencepiece && id >= 0) single_byte[static_cast<size_t>(id)] = 1;
+  }
+  if (parts.unigram) unigram.emplace(std::move(*parts.unigram));
+  words_can_be_special = unigram ? unigram->CanGive(special) : bpe.CanGive(special);
 }
 
 std::unique_ptr<Scratch> Tokenizer::Impl::Borrow() const {
@@ -86,7 +99,10 @@ std::unique_ptr<Scratch> Tokenizer::Impl::Borrow() const {
 }
 
 void Tokenizer::Impl::Return(std::unique_ptr<Scratch> scratch) const {
-  if (scratch->normalized.capacity() > kKeptBytes) scratch->normalized = {};
+  if (scratch->normalized.texts[0].capacity() + scratch->normalized.texts[1].capacity() > kKeptBytes) {
+    scratch->normalized = {};
+  }
+  if (scratch->unigram.best.capacity() * sizeof(Unigram::Scratch::Best) > kKeptBytes) scratch->unigram = {};
   if (scratch->bpe.symbols.capacity() > kKeptBytes) scratch->bpe = {};
   if (scratch->pre_tokenizer.words.capacity() * sizeof(TextRange) > kKeptBytes) scratch->pre_tokenizer = {};
   const std::lock_guard lock(mutex);
@@ -100,30 +116,33 @@ void Tokenizer::Impl::CheckId(int32_t id) const {
   }
 }
 
-std::string_view Tokenizer::Impl::Normalize(std::string_view text, bool first, std::string* storage) const {
-  if (parts.nfc) text = NormalizeNfc(text, storage);
-  if (!parts.space_marks.on) return text;
-  *storage = MarkSpaces(text, parts.space_marks, first);
-  return *storage;
-}
-
 void Tokenizer::Impl::EncodePiece(std::string_view text, bool first, bool recognise_special, Scratch* scratch,
                                   std::vector<int32_t>* ids) const {
-  text = Normalize(text, first, &scratch->normalized);
+  text = parts.normalization.Apply(text, &scratch->pre_tokenizer.pattern, &scratch->normalized);
+  first = first && !scratch->normalized.dropped_first;
   scratch->normalized_pieces.clear();
   normalized_tokens.Split(text, {recognise_special}, &scratch->pre_tokenizer.pattern, &scratch->normalized_pieces);
   for (const AddedTokenFinder::Piece& piece : scratch->normalized_pieces) {
     if (piece.id >= 0) {
       ids->push_back(piece.id);
     } else {
-      EncodeWords(piece.text, recognise_special, scratch, ids);
+      EncodeWords(piece.text, first && piece.text.data() == text.data(), recognise_special, scratch, ids);
     }
   }
 }
 
-void Tokenizer::Impl::EncodeWords(std::string_view text, bool recognise_special, Scratch* scratch,
+void Tokenizer::Impl::EncodeWord(std::string_view word, const std::vector<uint8_t>* forbidden, Scratch* scratch,
+                                 std::vector<int32_t>* ids) const {
+  if (unigram) {
+    unigram->Encode(word, forbidden, &scratch->unigram, ids);
+  } else {
+    bpe.Encode(word, forbidden, &scratch->bpe, ids);
+  }
+}
+
+void Tokenizer::Impl::EncodeWords(std::string_view text, bool first, bool recognise_special, Scratch* scratch,
                                   std::vector<int32_t>* ids) const {
-  text = parts.pre_tokenizer.Split(text, &scratch->pre_tokenizer);
+  text = parts.pre_tokenizer.Split(text, first, &scratch->pre_tokenizer);
   std::vector<TextRange>* words = &scratch->pre_tokenizer.words;
   if (bpe.of_characters()) {
     scratch->cut.clear();
@@ -137,7 +156,7 @@ void Tokenizer::Impl::EncodeWords(std::string_view text, bool recognise_special,
     if (!known.empty()) {
       ids->insert(ids->end(), known.begin(), known.end());
     } else {
-      bpe.Encode(word, nullptr, &scratch->bpe, ids);
+      EncodeWord(word, nullptr, scratch, ids);
       scratch->cache.Put(word, std::span(*ids).subspan(before));
     }
     // A vocabulary whose merges spell out a control token must not give it to a user's text either.
@@ -145,7 +164,7 @@ void Tokenizer::Impl::EncodeWords(std::string_view text, bool recognise_special,
         std::any_of(ids->begin() + static_cast<std::ptrdiff_t>(before), ids->end(),
                     [&](int32_t id) { return special[static_cast<size_t>(id)] != 0; })) {
       ids->resize(before);
-      bpe.Encode(word, &special, &scratch->bpe, ids);
+      EncodeWord(word, &special, scratch, ids);
     }
   }
 }
@@ -209,19 +228,25 @@ std::string Tokenizer::Decode(std::span<const int32_t> ids, bool skip_special) c
     }
     single = 0;
   };
+  bool first = true;
   for (const int32_t id : ids) {
     impl_->CheckId(id);
     if (skip_special && IsSpecial(id)) continue;
     const std::string& token = impl_->parts.token_bytes[static_cast<size_t>(id)];
-    const bool is_single = impl_->bpe.IsByteToken(id);
+    const bool is_single = impl_->single_byte[static_cast<size_t>(id)] != 0;
     if (!is_single) end_single();
-    bytes += token;
+    if (first && impl_->parts.dropped == TokenizerParts::Dropped::kSpacesOfFirst && !is_single) {
+      std::copy_if(token.begin(), token.end(), std::back_inserter(bytes), [](char c) { return c != ' '; });
+    } else {
+      bytes += token;
+    }
+    first = false;
     single += is_single;
   }
   end_single();
   out.reserve(bytes.size());
   if (AppendValidUtf8(bytes, &out) > 0) out += kReplacementCharacter;
-  if (impl_->parts.space_marks.strip_first && out.starts_with(' ')) out.erase(0, 1);
+  if (impl_->parts.dropped == TokenizerParts::Dropped::kFirstSpace && out.starts_with(' ')) out.erase(0, 1);
   return out;
 }
 
@@ -246,5 +271,8 @@ int32_t Tokenizer::bos() const { return impl_->parts.bos; }
 int32_t Tokenizer::eos() const { return impl_->parts.eos; }
 bool Tokenizer::add_bos() const { return impl_->parts.add_bos; }
 const std::vector<BpeMerge>& Tokenizer::merges() const { return impl_->bpe.merges(); }
+std::span<const double> Tokenizer::scores() const {
+  return impl_->unigram ? std::span<const double>(impl_->unigram->scores()) : std::span<const double>();
+}
 
 }  // namespace phsa

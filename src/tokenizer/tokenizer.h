@@ -1,4 +1,5 @@
-// Byte-level BPE and that of SentencePiece: text to ids and back, as the Python package tokenizers does it.
+// Byte-level BPE, that of SentencePiece, and its unigram model: text to ids and back, as the Python package tokenizers
+// does it.
 #ifndef PHSA_TOKENIZER_TOKENIZER_H_
 #define PHSA_TOKENIZER_TOKENIZER_H_
 
@@ -21,9 +22,11 @@ struct BpeVocabulary {
   std::vector<std::string> tokens;   // in GPT-2's printable byte alphabet
   std::vector<int32_t> token_types;  // GGUF's: 1 normal, 3 control, 4 user-defined; may be empty
   std::vector<std::string> merges;   // "left right"
-  std::vector<float> scores;         // of the model llama, which has them in place of merges
-  bool add_space_prefix = true;      // of the model llama
-  int32_t bos = -1, eos = -1;
+  std::vector<float> scores;         // of the models llama, which has them in place of merges, and t5
+  bool add_space_prefix = true;      // likewise
+  bool one_space = false;            // of the model t5: spaces in a row are one, and none at the ends
+  std::string charsmap;              // of the model t5; empty: none
+  int32_t bos = -1, eos = -1, unknown = -1;
   bool add_bos = false, add_eos = false;
 };
 
@@ -57,6 +60,7 @@ class Tokenizer {
   int32_t eos() const;
   bool add_bos() const;                         // whether the model expects the begin token before a text
   const std::vector<BpeMerge>& merges() const;  // first merged first
+  std::span<const double> scores() const;       // by id, of a unigram model; else empty
 
  private:
   struct Impl;

@@ -1,9 +1,12 @@
 // A tokenizer from what a GGUF file says: the vocabulary itself, and the name of the way text is cut into words.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <unordered_map>
+#include <utility>
 
 #include "base/errors.h"
+#include "base/utf8.h"
 #include "tokenizer/byte_alphabet.h"
 #include "tokenizer/pre_tokenization.h"
 #include "tokenizer/tokenizer_parts.h"
@@ -32,8 +35,18 @@ void TakeBegin(const BpeVocabulary& vocabulary, TokenizerParts* parts) {
   parts->add_bos = vocabulary.add_bos && parts->bos >= 0;
 }
 
-// The model "llama": SentencePiece's BPE, with scores and byte tokens.
+void AddMarks(const BpeVocabulary& vocabulary, TokenizerParts* parts) {
+  parts->sentencepiece = true;
+  if (vocabulary.add_space_prefix) {
+    parts->normalization.AddPrepend(kSpaceMark);
+    parts->dropped = TokenizerParts::Dropped::kFirstSpace;
+  }
+  parts->normalization.AddReplace(" ", kSpaceMark);
+}
+
+// SentencePiece's models: "llama", which is BPE with scores in place of merges, and "t5", a unigram model.
 TokenizerParts SentencePieceParts(const BpeVocabulary& vocabulary, const std::string& file) {
+  const bool unigram = vocabulary.model == "t5";
   CheckTypes(vocabulary, file);
   const size_t size = vocabulary.tokens.size();
   if (vocabulary.scores.size() != size) {
@@ -47,7 +60,11 @@ TokenizerParts SentencePieceParts(const BpeVocabulary& vocabulary, const std::st
   }
   TokenizerParts parts;
   parts.token_bytes.resize(size);
-  std::unordered_map<std::string, int32_t> ids;  // what merging may meet
+  std::unordered_map<std::string, int32_t> ids;  // what merging may meet, or a text may be cut into
+  std::array<int32_t, 256> byte_ids;
+  byte_ids.fill(-1);
+  double lowest = 0;
+  bool any = false;
   for (size_t i = 0; i < size; ++i) {
     const std::string& token = vocabulary.tokens[i];
     const auto id = static_cast<int32_t>(i);
@@ -59,31 +76,58 @@ TokenizerParts SentencePieceParts(const BpeVocabulary& vocabulary, const std::st
       added.id = id;
       added.text = type == kUserDefined ? UnmarkSpaces(token) : token;
       added.special = type != kUserDefined;
+    } else if (unigram && type == kByte) {
+      if (byte >= 0) byte_ids[static_cast<size_t>(byte)] = id;
+    } else if (unigram && type == kNormal) {
+      if (token.size() > Unigram::kLongestToken) {
+        ThrowInvalid("{}: tokenizer.ggml.tokens[{}] has {} bytes; allowed: {}", file, i, token.size(),
+                     Unigram::kLongestToken);
+      }
+      const double score = vocabulary.scores[i];
+      lowest = any ? std::min(lowest, score) : score;
+      any = true;
+      if (!token.empty() && IsUtf8(token)) ids.insert_or_assign(token, id);
     } else if (type == kNormal || type == kByte) {
       ids.try_emplace(token, id);
     }
+  }
+  TakeBegin(vocabulary, &parts);
+  if (unigram) {
+    UnigramModel& model = parts.unigram.emplace();
+    model.ids = std::move(ids);
+    model.scores.assign(vocabulary.scores.begin(), vocabulary.scores.end());
+    model.lowest_score = lowest;
+    model.byte_ids = byte_ids;
+    model.unknown = vocabulary.unknown >= 0 && static_cast<size_t>(vocabulary.unknown) < size ? vocabulary.unknown : -1;
+    Normalization& steps = parts.normalization;
+    if (!vocabulary.charsmap.empty()) {
+      steps.AddCharsmap(Charsmap(vocabulary.charsmap, file + ": tokenizer.ggml.precompiled_charsmap"));
+    }
+    if (vocabulary.one_space) {
+      steps.AddReplace(Pattern(" {2,}", file), " ");
+      steps.AddStrip(true, true);
+    }
+    AddMarks(vocabulary, &parts);
+    return parts;
   }
   parts.model.merges = MergesFromScores(ids, vocabulary.scores);
   if (!FillCharacters(ids, vocabulary.tokens, &parts.model)) {
     ThrowInvalid("{}: tokenizer.ggml.tokens lacks tokens for single bytes, <0x00> to <0xFF>, which is not supported",
                  file);
   }
-  parts.space_marks.on = true;
-  if (vocabulary.add_space_prefix) {
-    parts.space_marks.prefix = SpaceMarks::Prefix::kEach;
-    parts.space_marks.strip_first = true;
-  }
-  TakeBegin(vocabulary, &parts);
+  AddMarks(vocabulary, &parts);
   return parts;
 }
 
 }  // namespace
 
 TokenizerParts PartsFromVocabulary(const BpeVocabulary& vocabulary, const std::string& file) {
-  if (vocabulary.model == "llama") return SentencePieceParts(vocabulary, file);
+  if (vocabulary.model == "llama" || vocabulary.model == "t5") return SentencePieceParts(vocabulary, file);
   if (vocabulary.model != "gpt2") {
-    ThrowInvalid("{}: tokenizer.ggml.model is {}; allowed: gpt2, which is byte-level BPE, and llama, SentencePiece's",
-                 file, Quoted(vocabulary.model));
+    ThrowInvalid(
+        "{}: tokenizer.ggml.model is {}; allowed: gpt2, which is byte-level BPE, and SentencePiece's: llama, "
+        "which is BPE, and t5, a unigram model",
+        file, Quoted(vocabulary.model));
   }
   const PreTokenization& pre = FindPreTokenization(vocabulary.pre, file);
   CheckTypes(vocabulary, file);
@@ -133,7 +177,7 @@ TokenizerParts PartsFromVocabulary(const BpeVocabulary& vocabulary, const std::s
     parts.model.merges.push_back({id(left), id(right), id(left + right)});
   }
 
-  parts.nfc = pre.nfc;
+  if (pre.nfc) parts.normalization.AddForm(NormalForm::kNfc);
   if (pre.single_digits) {
     parts.pre_tokenizer.AddSplit(Pattern::OneOf(RustNumeric()), SplitBehavior::kIsolated, false);
   }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "tokenizer/base64.h"
 #include "tokenizer/byte_alphabet.h"
 #include "tokenizer/tokenizer_parts.h"
 #include "tokenizer/unicode_sets.h"
@@ -21,6 +22,8 @@ std::string Shown(const Json& value) { return value.is_structured() ? value.type
 // Ids may leave gaps, but a few bytes of file must not ask for gigabytes of table.
 constexpr size_t kMostGaps = 65536;
 constexpr int kDeepestSequence = 8;
+// Of what a normalizer writes at a place, in bytes, and of its steps.
+constexpr size_t kLongestWritten = 64, kMostSteps = 64;
 
 class Reader {
  public:
@@ -35,10 +38,12 @@ class Reader {
     if (const Json* normalizer = Find(root, "normalizer")) ReadNormalizer(*normalizer, "normalizer", 0);
     if (const Json* pre_tokenizer = Find(root, "pre_tokenizer")) ReadPreTokenizer(*pre_tokenizer, "pre_tokenizer", 0);
     if (byte_level_ == sentencepiece_) {
-      Refuse("pre_tokenizer", "{}; only byte-level BPE and SentencePiece's with byte_fallback are supported",
-             byte_level_ ? "has ByteLevel and the vocabulary <0x00>" : "has no ByteLevel");
+      Refuse("pre_tokenizer",
+             "{}; only byte-level BPE and SentencePiece's (BPE with byte_fallback, Unigram) are supported",
+             byte_level_ ? "has ByteLevel and a vocabulary of SentencePiece" : "has no ByteLevel");
     }
-    if (sentencepiece_ && !parts_.space_marks.on) {
+    parts_.sentencepiece = sentencepiece_;
+    if (sentencepiece_ && !marks_) {
       Refuse("normalizer", "does not write \u2581 for spaces, as SentencePiece does");
     }
     if (const Json* decoder = Find(root, "decoder")) CheckDecoder(*decoder, "decoder", 0);
@@ -107,9 +112,9 @@ class Reader {
 
   void ReadModel(const Json& model) {
     const Json& vocabulary = Member(model, "model", "vocab");
-    if (const Json* type = Find(model, "type"); type != nullptr && *type != "BPE") {
-      Refuse("model", "is of type {}; allowed: BPE", Shown(*type));
-    }
+    const Json* const type = Find(model, "type");
+    if (type != nullptr && *type == "Unigram") return ReadUnigram(model, vocabulary);
+    if (type != nullptr && *type != "BPE") Refuse("model", "is of type {}; allowed: BPE, Unigram", Shown(*type));
     if (!vocabulary.is_object() || vocabulary.empty()) Refuse("model", "has a \"vocab\" without tokens");
     most_ids_ = vocabulary.size() + kMostGaps;
     for (const auto& [token, value] : vocabulary.items()) {
@@ -123,6 +128,45 @@ class Reader {
     }
     const Json* dropout = Find(model, "dropout");
     if (dropout != nullptr && *dropout != 0) Refuse("model", "has a dropout: its ids would be random");
+  }
+
+  // A list of tokens and their scores.
+  void ReadUnigram(const Json& model, const Json& vocabulary) {
+    if (!vocabulary.is_array() || vocabulary.empty()) Refuse("model", "has a \"vocab\" without tokens");
+    most_ids_ = vocabulary.size() + kMostGaps;
+    sentencepiece_ = true;
+    UnigramModel& unigram = parts_.unigram.emplace();
+    unigram.byte_ids.fill(-1);
+    for (const Json& entry : vocabulary) {
+      const size_t number = unigram.scores.size();
+      if (!entry.is_array() || entry.size() != 2 || !entry[0].is_string() || !entry[1].is_number()) {
+        Refuse("model", "has a \"vocab\" whose entry {} is not a token and its score", number);
+      }
+      const std::string& token = entry[0].get_ref<const std::string&>();
+      if (token.size() > Unigram::kLongestToken) {
+        Refuse("model", "has a token of {} bytes, number {}; allowed: {}", token.size(), number,
+               Unigram::kLongestToken);
+      }
+      const auto id = static_cast<int32_t>(number);
+      unigram.scores.push_back(entry[1].get<double>());
+      unigram.lowest_score = number == 0 ? unigram.scores[0] : std::min(unigram.lowest_score, unigram.scores[number]);
+      Name(id, token);
+      ids_[token] = id;  // of equal ones the last, as in tokenizers
+    }
+    if (const Json* unknown = Find(model, "unk_id")) {
+      unigram.unknown = Id(*unknown, "unk_id", vocabulary.size());
+    }
+  }
+
+  void FinishUnigram(const Json& model) {
+    const bool byte_fallback = Flag(model, "model", "byte_fallback", false);
+    NameSentencePiece(byte_fallback);
+    for (const auto& [token, id] : ids_) {
+      if (const int byte = ByteOfToken(token); byte_fallback && byte >= 0) {
+        parts_.unigram->byte_ids[static_cast<size_t>(byte)] = id;
+      }
+      if (!token.empty()) parts_.unigram->ids.emplace(token, id);
+    }
   }
 
   // The token of an id; `names_` keeps the texts as the file has them.
@@ -157,6 +201,7 @@ class Reader {
 
   // What needs all tokens: their bytes, the merges, the unknown token.
   void FinishModel(const Json& model) {
+    if (parts_.unigram) return FinishUnigram(model);
     sentencepiece_ = Flag(model, "model", "byte_fallback", false) && ids_.contains("<0x00>");
     if (sentencepiece_) return FinishSentencePiece(model);
     parts_.token_bytes.resize(names_.size());
@@ -189,20 +234,25 @@ class Reader {
 
   void FinishSentencePiece(const Json& model) {
     if (Flag(model, "model", "ignore_merges", false)) Refuse("model", "has byte_fallback and ignore_merges");
-    parts_.token_bytes.resize(names_.size());
+    NameSentencePiece(true);
     std::vector<std::string> tokens(names_.size());
-    for (size_t id = 0; id < names_.size(); ++id) {
-      if (!names_[id]) continue;
-      tokens[id] = *names_[id];
-      const int byte = ByteOfToken(tokens[id]);
-      parts_.token_bytes[id] = byte >= 0 ? std::string(1, static_cast<char>(byte)) : UnmarkSpaces(tokens[id]);
-    }
-    for (const AddedToken& token : parts_.added) {
-      parts_.token_bytes[static_cast<size_t>(token.id)] = UnmarkSpaces(token.text);
-    }
+    for (size_t id = 0; id < names_.size(); ++id) tokens[id] = names_[id].value_or("");
     ReadMerges(Member(model, "model", "merges"));
     if (!FillCharacters(ids_, tokens, &parts_.model)) {
       Refuse("model", "has byte_fallback and lacks tokens for single bytes, which is not supported");
+    }
+  }
+
+  // What tokens stand for.
+  void NameSentencePiece(bool byte_fallback) {
+    parts_.token_bytes.resize(names_.size());
+    for (size_t id = 0; id < names_.size(); ++id) {
+      if (!names_[id]) continue;
+      const int byte = byte_fallback ? ByteOfToken(*names_[id]) : -1;
+      parts_.token_bytes[id] = byte >= 0 ? std::string(1, static_cast<char>(byte)) : UnmarkSpaces(*names_[id]);
+    }
+    for (const AddedToken& token : parts_.added) {
+      parts_.token_bytes[static_cast<size_t>(token.id)] = UnmarkSpaces(token.text);
     }
   }
 
@@ -237,37 +287,77 @@ class Reader {
 
   void ReadNormalizer(const Json& normalizer, const std::string& where, int depth) {
     const std::string& type = Text(normalizer, where, "type");
-    if (type == "NFC") {
-      parts_.nfc = true;
-    } else if (type == "Sequence") {
+    Normalization& out = parts_.normalization;
+    if (++steps_ > kMostSteps) Refuse(where, "is a step too many; allowed: {}", kMostSteps);
+    constexpr std::pair<std::string_view, NormalForm> kForms[] = {
+        {"NFC", NormalForm::kNfc}, {"NFD", NormalForm::kNfd}, {"NFKC", NormalForm::kNfkc}, {"NFKD", NormalForm::kNfkd}};
+    for (const auto& [name, form] : kForms) {
+      if (type == name) return out.AddForm(form);
+    }
+    if (type == "Sequence") {
       ForEachStep(normalizer, where, "normalizers", depth,
                   [&](const Json& step, const std::string& place) { ReadNormalizer(step, place, depth + 1); });
-    } else if (type == "Prepend" && sentencepiece_ && Text(normalizer, where, "prepend") == kSpaceMark) {
-      parts_.space_marks.prefix = SpaceMarks::Prefix::kEach;
-    } else if (type == "Replace" && sentencepiece_ && ReplacesSpaces(normalizer, where)) {
-      parts_.space_marks.on = true;
+    } else if (type == "Prepend") {
+      out.AddPrepend(Written(normalizer, where, "prepend"));
+    } else if (type == "Replace") {
+      ReadReplace(normalizer, where);
+    } else if (type == "Strip") {
+      out.AddStrip(Flag(normalizer, where, "strip_left", true), Flag(normalizer, where, "strip_right", true));
+    } else if (type == "Nmt") {
+      out.AddNmt();
+    } else if (type == "Precompiled") {
+      const std::optional<std::string> blob = DecodeBase64(Text(normalizer, where, "precompiled_charsmap"));
+      if (!blob) Refuse(where, "has a precompiled_charsmap that is not base64");
+      out.AddCharsmap(Charsmap(*blob, file_ + ": " + where));
     } else {
-      Refuse(where, "is {}; allowed: NFC, SentencePiece's Prepend and Replace, or a Sequence of them", Quoted(type));
+      Refuse(where,
+             "is {}; allowed: NFC, NFD, NFKC, NFKD, Nmt, Precompiled, Prepend, Replace, Strip, or a Sequence of them",
+             Quoted(type));
     }
   }
 
-  bool ReplacesSpaces(const Json& step, const std::string& where) const {
-    return Member(step, where, "pattern") == Json({{"String", " "}}) && Text(step, where, "content") == kSpaceMark;
+  // What a step writes into a text.
+  const std::string& Written(const Json& step, const std::string& where, const char* name) const {
+    const std::string& text = Text(step, where, name);
+    if (text.size() > kLongestWritten) {
+      Refuse(where, "has \"{}\" of {} bytes; allowed: {}", name, text.size(), kLongestWritten);
+    }
+    return text;
+  }
+
+  void ReadReplace(const Json& step, const std::string& where) {
+    const Json& pattern = Member(step, where, "pattern");
+    const std::string& by = Written(step, where, "content");
+    if (pattern.is_object() && pattern.size() == 1 && pattern.contains("String")) {
+      const std::string& text = Text(pattern, where, "String");
+      if (text.empty()) Refuse(where, "has an empty pattern");
+      if (text == " " && by == kSpaceMark) marks_ = true;
+      parts_.normalization.AddReplace(text, by);
+    } else {
+      parts_.normalization.AddReplace(SplitPattern(pattern, where), by);
+    }
   }
 
   // Marks spaces as SentencePiece does, and may cut before each mark.
   void ReadMetaspace(const Json& step, const std::string& where) {
     if (Text(step, where, "replacement") != kSpaceMark) Refuse(where, "has another replacement than \u2581");
-    const Json* const given = Find(step, "prepend_scheme");
-    const std::string scheme = given != nullptr && given->is_string() ? given->get<std::string>() : "always";
-    SpaceMarks& marks = parts_.space_marks;
-    marks.on = true;
-    marks.unless_there = true;
-    if (scheme == "always") marks.prefix = SpaceMarks::Prefix::kEach;
-    if (scheme == "first") marks.prefix = SpaceMarks::Prefix::kFirst;
+    using First = PreTokenizer::MarkFirst;
+    const std::string scheme = PrependScheme(step);
+    parts_.pre_tokenizer.AddSpaceMarks(scheme == "always"  ? First::kOfEach
+                                       : scheme == "first" ? First::kOfText
+                                                           : First::kNone);
+    marks_ = true;
     if (Flag(step, where, "split", true)) {
       parts_.pre_tokenizer.AddSplit(Pattern(kSpaceMark, file_), SplitBehavior::kMergedWithNext, false);
     }
+  }
+
+  // Of a Metaspace: "always", "first" or "never". Old files have a flag in its place.
+  static std::string PrependScheme(const Json& step) {
+    const Json* const given = Find(step, "prepend_scheme");
+    if (given != nullptr && given->is_string()) return given->get<std::string>();
+    const Json* const old = Find(step, "add_prefix_space");
+    return old != nullptr && *old == false ? "never" : "always";
   }
 
   void ReadPreTokenizer(const Json& step, const std::string& where, int depth) {
@@ -288,11 +378,15 @@ class Reader {
     } else if (type == "Digits") {
       const bool each = Flag(step, where, "individual_digits", false);
       out.AddSplit(Pattern::OneOf(RustNumeric()), each ? SplitBehavior::kIsolated : SplitBehavior::kContiguous, false);
+    } else if (type == "WhitespaceSplit") {
+      out.AddSplit(Pattern::OneOf(std::string(kWhiteSpace)), SplitBehavior::kRemoved, false);
     } else if (type == "Split") {
       const SplitBehavior behavior = Behavior(Text(step, where, "behavior"), where);
       out.AddSplit(SplitPattern(Member(step, where, "pattern"), where), behavior, Flag(step, where, "invert", false));
     } else {
-      Refuse(where, "is {}; allowed: ByteLevel, Split, Digits, SentencePiece's Metaspace, or a Sequence of them",
+      Refuse(where,
+             "is {}; allowed: ByteLevel, Split, Digits, WhitespaceSplit, SentencePiece's Metaspace, or a Sequence "
+             "of them",
              Quoted(type));
     }
   }
@@ -334,12 +428,14 @@ class Reader {
       ForEachStep(decoder, where, "decoders", depth,
                   [&](const Json& step, const std::string& place) { CheckDecoder(step, place, depth + 1); });
     } else if (sentencepiece_ && (type == "Strip" || type == "Metaspace")) {
-      parts_.space_marks.strip_first =
-          type == "Strip" ? Find(decoder, "start") != nullptr && *Find(decoder, "start") == 1
-                          : Find(decoder, "prepend_scheme") == nullptr || *Find(decoder, "prepend_scheme") != "never";
+      using Dropped = TokenizerParts::Dropped;
+      const bool drops = type == "Strip" ? Find(decoder, "start") != nullptr && *Find(decoder, "start") == 1
+                                         : PrependScheme(decoder) != "never";
+      if (drops) parts_.dropped = type == "Strip" ? Dropped::kFirstSpace : Dropped::kSpacesOfFirst;
     } else if (type != "ByteLevel" && type != "Fuse" &&
                !(sentencepiece_ && (type == "Replace" || type == "ByteFallback"))) {
-      Refuse(where, "is {}; allowed: ByteLevel", Quoted(type));
+      Refuse(where, "is {}; allowed: ByteLevel and, of SentencePiece, Metaspace, Replace, ByteFallback, Strip",
+             Quoted(type));
     }
   }
 
@@ -390,7 +486,9 @@ class Reader {
   std::unordered_map<std::string, int32_t> ids_;  // the model's tokens
   std::vector<std::optional<std::string>> names_;
   size_t most_ids_ = 0;
+  size_t steps_ = 0;  // of the normalizer
   bool byte_level_ = false, sentencepiece_ = false;
+  bool marks_ = false;  // some step writes SentencePiece's marks for spaces
 };
 
 }  // namespace

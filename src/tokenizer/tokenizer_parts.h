@@ -3,15 +3,18 @@
 #define PHSA_TOKENIZER_TOKENIZER_PARTS_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "tokenizer/added_tokens.h"
 #include "tokenizer/bpe.h"
+#include "tokenizer/normalization.h"
 #include "tokenizer/pretokenizer.h"
 #include "tokenizer/sentencepiece.h"
 #include "tokenizer/tokenizer.h"
+#include "tokenizer/unigram.h"
 
 namespace phsa {
 
@@ -19,9 +22,12 @@ struct TokenizerParts {
   std::vector<std::string> token_bytes;  // by id; empty for an id that no token has
   std::vector<AddedToken> added;
   BpeModel model;
-  bool nfc = false;
-  SpaceMarks space_marks;  // of SentencePiece
+  std::optional<UnigramModel> unigram;  // in its place
+  bool sentencepiece = false;           // spaces are marks, and bytes may be tokens of their own
+  Normalization normalization;
   PreTokenizer pre_tokenizer;
+  // Of a text that is decoded: the space that it begins with, or all spaces that its first token stands for.
+  enum class Dropped : uint8_t { kNothing, kFirstSpace, kSpacesOfFirst } dropped = Dropped::kNothing;
   int32_t bos = -1, eos = -1;
   bool add_bos = false;
 };
