@@ -12,10 +12,14 @@
 #include "cli/commands.h"
 #include "cli/options.h"
 #include "cli/terminal.h"
+#include "engine/attention_choice.h"
+#include "engine/device_choice.h"
 #include "eval/speed.h"
 #include "io/model_source.h"
 #include "io/model_store.h"
 #include "model/cuda/cuda_backend.h"
+#include "model/cuda/weight_layout.h"
+#include "model/kv_cache.h"
 #include "model/weights.h"
 
 namespace phsa::cli {
@@ -165,6 +169,83 @@ std::vector<std::string> SettingsLines(const std::string& json) {
   return lines;
 }
 
+// What running the model takes, by the kinds of weights and of the cache; nothing is loaded for it.
+struct Memory {
+  std::vector<std::pair<WeightsMode, WeightsPlan>> cpu;
+  std::vector<std::pair<WeightsMode, uint64_t>> gpu;
+  std::string no_gpu;                                     // why no GPU can run it; empty: one can
+  uint64_t cache = 0, cache_f32 = 0;                      // of 1,000 tokens; with 16 and 32 bits
+  uint64_t representatives = 0, representatives_f32 = 0;  // what --attention phsa adds
+};
+
+Memory MemoryOf(const ModelSource& source) {
+  const ModelConfig& config = source.config();
+  Memory out;
+  for (const WeightsMode mode : {WeightsMode::kAuto, WeightsMode::kInt8, WeightsMode::kBf16, WeightsMode::kF32}) {
+    out.cpu.emplace_back(mode, PlanWeights(source, mode));
+  }
+  for (const WeightsMode mode : {WeightsMode::kBf16, WeightsMode::kInt8}) {
+    BackendOptions options;
+    options.weights = mode;
+    options.kv_dtype = PHSA_BF16;
+    const std::string why = cuda::UnsupportedModel(config, options);
+    if (why.empty()) {
+      out.gpu.emplace_back(mode, cuda::WeightLayout(source, mode, nullptr).bytes);
+    } else if (mode == WeightsMode::kBf16) {
+      out.no_gpu = why;
+    }
+  }
+  const LayerSettings phsa = ResolveAttention({.policy = "phsa"}, config, config.context);
+  const auto of_thousand = [](size_t page_bytes) { return uint64_t{page_bytes} * 1000 / kPageTokens; };
+  const PageLayout half(config, phsa, PHSA_BF16), whole(config, phsa, PHSA_F32);
+  out.representatives = of_thousand(half.representative_bytes);
+  out.representatives_f32 = of_thousand(whole.representative_bytes);
+  out.cache = of_thousand(half.page_bytes) - out.representatives;
+  out.cache_f32 = of_thousand(whole.page_bytes) - out.representatives_f32;
+  return out;
+}
+
+template <class Line>
+void MemoryLines(const ModelSource& source, const Line& line) {
+  Memory memory;
+  try {
+    memory = MemoryOf(source);
+  } catch (const Error& error) {
+    return line("memory", fmt::format("unknown: {}", error.what()));
+  }
+  const char* name = "memory";
+  for (const auto& [mode, plan] : memory.cpu) {
+    line(std::exchange(name, ""),
+         fmt::format("weights, --weights {:<4} {:>9} ({})", Name(mode), BytesInWords(plan.bytes), plan.types));
+  }
+  for (const auto& [mode, bytes] : memory.gpu) {
+    line("", fmt::format("on a GPU, --weights {:<4} {:>8}", Name(mode), BytesInWords(bytes)));
+  }
+  if (!memory.no_gpu.empty()) line("", fmt::format("on no GPU: {}", memory.no_gpu));
+  line("", fmt::format("cache of 1,000 tokens {} (16 bits; f32 {}), and {} (f32 {}) with --attention phsa",
+                       BytesInWords(memory.cache), BytesInWords(memory.cache_f32), BytesInWords(memory.representatives),
+                       BytesInWords(memory.representatives_f32)));
+}
+
+Json MemoryJson(const ModelSource& source) {
+  Memory memory;
+  try {
+    memory = MemoryOf(source);
+  } catch (const Error&) {
+    return nullptr;
+  }
+  Json out;
+  for (const auto& [mode, plan] : memory.cpu) {
+    out["weights"][Name(mode)] = {{"bytes", plan.bytes}, {"types", plan.types}};
+  }
+  out["gpu_weights"] = Json::object();
+  for (const auto& [mode, bytes] : memory.gpu) out["gpu_weights"][Name(mode)] = {{"bytes", bytes}};
+  out["no_gpu"] = memory.no_gpu.empty() ? Json(nullptr) : Json(memory.no_gpu);
+  out["cache_of_1000_tokens"] = {{"bf16", memory.cache}, {"f32", memory.cache_f32}};
+  out["representatives_of_1000_tokens"] = {{"bf16", memory.representatives}, {"f32", memory.representatives_f32}};
+  return out;
+}
+
 void PrintText(const ModelSource& source, const InfoFlags& flags) {
   const ModelConfig& config = source.config();
   const Sizes sizes = SizesOf(source);
@@ -212,6 +293,7 @@ void PrintText(const ModelSource& source, const InfoFlags& flags) {
   for (const auto& [type, count] : sizes.types) {
     line("tensors", fmt::format("{:<5} {:>5}, {}", type, count.tensors, BytesInWords(count.bytes)));
   }
+  MemoryLines(source, line);
   if (flags.metadata) {
     out += "\n";
     for (const auto& [key, value] : source.Metadata()) out += fmt::format("{} = {}\n", Quoted(key), value);
@@ -284,6 +366,7 @@ void PrintJson(const ModelSource& source, const InfoFlags& flags) {
   for (const auto& [type, count] : sizes.types) {
     out["tensor_types"][type] = {{"tensors", count.tensors}, {"bytes", count.bytes}};
   }
+  out["memory"] = MemoryJson(source);
   if (flags.metadata) {
     for (const auto& [key, value] : source.Metadata()) out["metadata"][key] = value;
   }

@@ -249,6 +249,22 @@ def test_chunks_and_threads_change_no_bit(weights, kv_type, tmp_path):
         assert np.array_equal(our_logits(tmp_path, ids, weights, kv_type, chunk, threads), whole), (chunk, threads)
 
 
+def test_info_says_what_memory_a_model_takes_before_it_is_loaded(phsa, tmp_path):
+    config = make_model("qwen3moe", tmp_path / "model", torch.float16).config
+    info = json.loads(phsa("info", tmp_path / "model", "--json").stdout)
+    memory, count = info["memory"], info["parameters"]
+    for mode, least, most in (("f32", 4, 4.5), ("bf16", 2, 2.5), ("int8", 1, 1.5)):
+        assert least * count <= memory["weights"][mode]["bytes"] <= most * count, mode
+    assert 2 * count <= memory["gpu_weights"]["bf16"]["bytes"] <= 2.5 * count
+    assert "int8" not in memory["gpu_weights"], "there are no kernels for experts in int8"
+    numbers = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
+    for dtype, size in (("f32", 4), ("bf16", 2)):
+        assert 1000 * numbers * size <= memory["cache_of_1000_tokens"][dtype] <= 1.02 * 1000 * numbers * size
+        assert 0 < memory["representatives_of_1000_tokens"][dtype] < 0.2 * 1000 * numbers * size
+    text = phsa("info", tmp_path / "model").stdout
+    assert "weights, --weights bf16" in text and "on a GPU, --weights bf16" in text and "cache of 1,000 tokens" in text
+
+
 def test_a_tensor_of_the_wrong_shape_is_named(tmp_path):
     make_model("qwen2", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
