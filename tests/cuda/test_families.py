@@ -5,8 +5,12 @@
 The folder has a `logits_of` with CUDA in it, and cuBLASLt must be where the loader finds it. The models are made here
 (tests/e2e/families.py); GGUF files too where there is the package gguf, or PHSA_TEST_GGUF names a folder of them.
 
-What bf16 costs is measured on the CPU, against f32; the GPU may cost a little more, as it rounds in other places, and
-near-ties of routers and blocks fall otherwise there: the mean over tokens is compared, with PHSA the median.
+What bf16 costs is measured on the CPU, against f32; the GPU may cost a little more, as it rounds in other places. With
+PHSA near-ties of blocks fall otherwise there, on either side: such a row is ten times as far off as the others, and one
+text has more of them than the next (granite on the CPU: means of 0.0042 to 0.0113 for four texts). So three texts
+are read, and two numbers compared: the lower quartile of the rows, which is what rounding costs where the same blocks
+are chosen, and the mean, which grows with the rows that choose others. With one block less or more for each query the
+CPU's mean is 8 to 15 times as large, its lower quartile 20 to 44 times.
 """
 
 import functools
@@ -30,7 +34,7 @@ GGUF = os.environ.get("PHSA_TEST_GGUF")
 FOLDER = tempfile.TemporaryDirectory(prefix="phsa-families-")
 HOST = "PHSA_HOST_GPU" in os.environ  # tests/host_gpu.cc plays the GPU: for who writes these tests
 PROGRAM = "logits_of_gpu" if HOST else "logits_of"
-TIMES_THE_ERROR = 2.0  # that bf16 has on the CPU, on average over logits
+TIMES_THE_ERROR = 1.75  # that bf16 has on the CPU; on what plays a GPU 1.27 at most, with experts 1.41
 PHSA = {"attention": "phsa", "init_tokens": 16, "local_tokens": 32, "top_k": 2, "punctuation": "none"}
 
 if not torch.cuda.is_available() and not HOST:
@@ -60,29 +64,31 @@ def model(name, kind):
 @over(kind=("safetensors", "gguf"), name=families.ON_GPU)
 def test_logits_of_families(kind, name):
     path = model(name, kind)
-    ids = torch.randint(0, families.VOCAB, (500,), generator=torch.Generator().manual_seed(13)).tolist()
-    if HOST:
-        ids = ids[:150]
+    texts = [
+        torch.randint(
+            0, families.VOCAB, (150 if HOST else 500,), generator=torch.Generator().manual_seed(seed)
+        ).tolist()
+        for seed in (13, 14, 15)
+    ]
+    threads = os.cpu_count()
     for settings in (None, PHSA) if families.has_full_layers(name) else (None,):
-        threads = os.cpu_count()
-        want = families.our_logits(BIN, path, ids, threads=threads, settings=settings)
+        some = texts if settings else texts[:1]
+        want = [families.our_logits(BIN, path, ids, threads=threads, settings=settings) for ids in some]
 
-        def error(*args, settings=settings, want=want, **kwargs):
-            got = families.our_logits(BIN, path, ids, *args, settings=settings, **kwargs)
-            assert np.isfinite(got).all(), "a logit is no number"
-            rows = np.abs(got - want).mean(axis=1)
-            # A row that chooses another block where two are nearly alike is far off, on either side: what rounding
-            # costs the others is in the middle.
-            return np.median(rows) if settings else rows.mean()
+        def errors(*args, settings=settings, some=some, want=want, **kwargs):
+            got = [families.our_logits(BIN, path, ids, *args, settings=settings, **kwargs) for ids in some]
+            assert all(np.isfinite(logits).all() for logits in got), "a logit is no number"
+            rows = np.abs(np.concatenate(got) - np.concatenate(want)).mean(axis=1)
+            return {"mean": rows.mean(), **({"lower quartile": np.quantile(rows, 0.25)} if settings else {})}
 
-        limit = error("bf16", "bf16", threads=threads)
+        limits = errors("bf16", "bf16", threads=threads)
         # Prefill in one chunk, in odd ones, by the products of a few rows; decode by graphs.
         for chunk, kv_type in ((500, "bf16"), (77, "f16"), (3, "bf16"), (1, "bf16")):
-            got = error("bf16", kv_type, chunk, program=PROGRAM, device="cuda")
-            words = f"{'PHSA' if settings else 'dense'}, chunks of {chunk}, {kv_type}: off by {got:.5f}"
-            words += f", the CPU by {limit:.5f}"
+            got = errors("bf16", kv_type, chunk, program=PROGRAM, device="cuda")
+            words = f"{'PHSA' if settings else 'dense'}, chunks of {chunk}, {kv_type}: off by "
+            words += "; ".join(f"{got[key]:.5f}, the CPU by {limit:.5f} ({key})" for key, limit in limits.items())
             print(words)
-            assert got <= TIMES_THE_ERROR * limit, words
+            assert all(got[key] <= TIMES_THE_ERROR * limit for key, limit in limits.items()), words
 
 
 @over(name=("gemma3", "glm4", "granite"))
