@@ -45,7 +45,10 @@ class Llama:
         params.offload_kqv = False
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         self.memory = llama_cpp.llama_get_memory(self.context)
-        self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        vocab = llama_cpp.llama_model_get_vocab(self.model)
+        self.vocab = llama_cpp.llama_vocab_n_tokens(vocab)
+        begins = llama_cpp.llama_vocab_get_add_bos(vocab)
+        self.begin = [llama_cpp.llama_vocab_bos(vocab)] if begins else []  # as phsa perplexity begins
 
     def clear(self):
         llama_cpp.llama_memory_clear(self.memory, True)
@@ -87,7 +90,7 @@ def check(args, llama: Llama):
     ids = subprocess.run(
         [args.phsa, "tokenize", args.model, "-f", args.text, "--ids", "--no-special"], capture_output=True, text=True
     ).stdout.split()
-    tokens = [int(i) for i in ids[:CHECK_TOKENS]]
+    tokens = (llama.begin + [int(i) for i in ids])[:CHECK_TOKENS]
     logits = llama.logits(tokens).astype(np.float64)
     targets = logits[np.arange(CHECK_TOKENS - 1), tokens[1:]]
     top = logits.max(axis=1, keepdims=True)
