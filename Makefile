@@ -13,6 +13,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 5
 LONG_FUZZ_SECONDS ?= 300
+VLLM_MODELS ?= smollm2-135m
 
 export PHSA_VENV
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
@@ -30,7 +31,7 @@ test_options = -DPHSA_COMPILE_TOGETHER=ON -DPHSA_TORCH=AUTO -DPHSA_PYTHON=$(pyth
 
 # The steps of a command run in order; the tools inside each step run in parallel.
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-neon bench install format format-check tidy sanitize fuzz build clean \
+.PHONY: help demo test test-long test-neon test-vllm bench install format format-check tidy sanitize fuzz build clean \
   packages packages-test venv test-cpp test-asan test-tsan test-python test-gpu
 
 help: ## this list
@@ -95,6 +96,11 @@ tidy: ## clang-tidy over the C++ sources
 test-neon: ## the tests of the kernels for 64-bit Arm, under emulation
 	@scripts/install-packages.sh build neon
 	scripts/test-neon.sh
+
+test-vllm: packages-test venv ## the plugin inside vLLM on the CPU, two versions of it (4 GB each, an hour); VLLM_MODELS
+	cmake --preset release $(test_options)
+	cmake --build --preset release --target phsa phsa_program phsa_torch
+	scripts/test-vllm.sh $(VLLM_MODELS)
 
 sanitize: packages-test test-asan test-tsan ## the C++ tests under ASan and UBSan, the threaded ones under TSan
 

@@ -1099,7 +1099,7 @@ def refusal(
     keys: the tokens of the longest sequence."""
     reason = missing_kernels()
     if reason is None and device == "cuda" and not _library.has_cuda():
-        reason = "libphsa was built without CUDA"
+        reason = "libphsa was built without CUDA; build it with PHSA_CUDA=ON (docs/vllm.md)"
     return reason or _misfit(device, dtype, q_heads, kv_heads, head_dim, keys, settings)
 
 
