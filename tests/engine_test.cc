@@ -14,6 +14,7 @@
 #include "engine/sampler.h"
 #include "engine/sampling_choice.h"
 #include "engine/scheduler.h"
+#include "engine/serving_plan.h"
 #include "engine/session.h"
 #include "engine/speculation.h"
 #include "engine/stop_strings.h"
@@ -230,6 +231,67 @@ TEST(Engine, TheCacheMayHoldMoreThanTheLongestText) {
   const std::string message = Refusal(plan);
   EXPECT_NE(message.find("2000"), std::string::npos) << message;
   EXPECT_NE(message.find("2048"), std::string::npos) << message;
+}
+
+TEST(ServingPlan, OneGpuTakesWhatTheEnginesOwnPlanSays) {
+  EngineOptions options = FakeOptions(1024);
+  options.attention = {SmallSettings(Policy::kPhsa, 2), {}};
+  options.attention.base.parts = 4;
+  options.weights = WeightsMode::kF32;
+  options.kv_dtype = PHSA_F32;
+  const Engine engine(std::make_unique<FakeModel>(), SmallTokenizer(), options);
+  const MemoryPlan& ours = engine.plan();
+  ServingOptions serving;
+  serving.context = 1024;
+  serving.kv_dtype = serving.weight_dtype = PHSA_F32;
+  const ServingPlan plan = PlanServing(FakeModel(), options.attention, serving);
+  constexpr uint64_t kFlags = 1024;  // a byte a token, which the engine counts with keys and values
+  EXPECT_EQ(plan.key_values + kFlags, ours.key_values);
+  EXPECT_EQ(plan.representatives, ours.representatives);
+  EXPECT_GT(plan.representatives, 0u);
+  EXPECT_NEAR(static_cast<double>(plan.weights), static_cast<double>(ours.weights), 0.05 * ours.weights);
+
+  // What a token reads: init, local, its own block and the chosen ones, and all representatives.
+  const uint64_t token = 2 * 2 * 2 * 64 * sizeof(float);  // K and V of 2 layers and 2 heads of 64
+  const Settings& settings = options.attention.base;
+  const int64_t tokens = settings.init_tokens + settings.local_tokens + 16 + 2 * 16;
+  EXPECT_EQ(plan.read_key_values, static_cast<uint64_t>(tokens) * token);
+  EXPECT_EQ(plan.read_representatives, 1024 / 16 * 4 * token / 2);
+  const ServingPlan dense = PlanServing(FakeModel(), {SmallSettings(Policy::kDense, 0), {}}, serving);
+  EXPECT_EQ(dense.read_key_values, 1024 * token);
+  EXPECT_EQ(dense.read_representatives + dense.representatives, 0u);
+  EXPECT_EQ(dense.key_values, plan.key_values);
+}
+
+TEST(ServingPlan, HeadsAndLayersAreSharedOut) {
+  ServingOptions one, two, four, stages;
+  one.context = two.context = four.context = stages.context = 2048;
+  two.tensor = 2;
+  four.tensor = 4;  // more than there are KV heads: two GPUs keep the same ones
+  stages.pipeline = 2;
+  const LayerSettings attention{SmallSettings(Policy::kPhsa, 2), {}};
+  const auto plan = [&](const ServingOptions& options) { return PlanServing(FakeModel(), attention, options); };
+  EXPECT_EQ(plan(two).key_values * 2, plan(one).key_values);
+  EXPECT_EQ(plan(two).representatives * 2, plan(one).representatives);
+  EXPECT_EQ(plan(two).read_key_values * 2, plan(one).read_key_values);
+  EXPECT_NEAR(static_cast<double>(plan(two).weights), plan(one).weights / 2.0, 0.02 * plan(one).weights);
+  EXPECT_EQ(plan(four).key_values, plan(two).key_values);
+  EXPECT_EQ(plan(stages).key_values * 2, plan(one).key_values);
+  EXPECT_GT(plan(stages).weights * 2, plan(one).weights) << "tied embeddings are in the first and in the last stage";
+
+  one.memory = plan(one).weights + 3 * (plan(one).key_values + plan(one).representatives) + 5;
+  EXPECT_EQ(plan(one).texts, 3);
+  one.reserved = 6;
+  EXPECT_EQ(plan(one).texts, 2);
+  one.memory = 1;
+  EXPECT_EQ(plan(one).texts, 0);
+
+  two.tensor = 3;
+  const std::string heads = Refusal([&] { plan(two); });
+  EXPECT_NE(heads.find("allowed: 1, 2, 4"), std::string::npos) << heads;
+  stages.pipeline = 3;
+  const std::string layers = Refusal([&] { plan(stages); });
+  EXPECT_NE(layers.find("allowed: 1 to 2"), std::string::npos) << layers;
 }
 
 TEST(Session, TokensThatTheModelHasNotAreRefused) {

@@ -23,6 +23,7 @@ void AddPunctuationCommand(CLI::App& app);
 void AddBenchCommand(CLI::App& app);
 void AddCompareCommand(CLI::App& app);
 void AddTuneCommand(CLI::App& app);
+void AddPlanCommand(CLI::App& app);
 // About the program itself, made from the commands above: help, version, and, not listed, completion and man.
 void AddHelpCommands(CLI::App& app);
 

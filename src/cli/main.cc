@@ -109,6 +109,7 @@ int Main(int argc, char** argv) {
   AddNiahCommand(app);
   AddCompareCommand(app);
   AddTuneCommand(app);
+  AddPlanCommand(app);
   AddPunctuationCommand(app);
   AddTokenizeCommand(app);
   AddPrepareCommand(app);
