@@ -1,4 +1,4 @@
-"""Messages say what a user can do in that user's words: flags of the program, keys of a request, arguments of Python."""
+"""Messages say what a user can do in their words: flags of the program, keys of a request, arguments of Python."""
 
 import re
 
