@@ -19,6 +19,7 @@
 #include <memory>
 #include <numeric>
 #include <random>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -41,6 +42,7 @@ T OneOf(Random* random, std::initializer_list<T> values) {
 struct AttentionCase {
   Settings settings;
   int32_t dtype = PHSA_F32;
+  bool codes = false;  // keys and values are 8-bit codes
   int32_t num_kv_heads = 1;
   int32_t group = 1;
   int32_t head_dim = 64;
@@ -66,9 +68,9 @@ inline std::string Joined(const std::vector<int32_t>& values) {
 }
 
 inline std::string Describe(const AttentionCase& c) {
-  return fmt::format("{} {} heads {}x{} head_dim {} kv_lens [{}] first [{}] flags {} scale {} seed {}",
-                     SettingsToJson(c.settings), DtypeName(c.dtype), c.num_kv_heads, c.group, c.head_dim,
-                     Joined(c.kv_lens), Joined(c.first), c.flags, c.scale, c.seed);
+  return fmt::format("{} {}{} heads {}x{} head_dim {} kv_lens [{}] first [{}] flags {} scale {} seed {}",
+                     SettingsToJson(c.settings), DtypeName(c.dtype), c.codes ? " int8" : "", c.num_kv_heads, c.group,
+                     c.head_dim, Joined(c.kv_lens), Joined(c.first), c.flags, c.scale, c.seed);
 }
 
 inline std::vector<float> Normal(Random* random, int64_t count, float deviation, int32_t dtype) {
@@ -84,7 +86,28 @@ struct AttentionData {
   std::vector<std::vector<float>> q;        // [seq][position][q_head][head_dim]
   std::vector<std::vector<float>> k, v;     // [seq][position][kv_head][head_dim]
   std::vector<std::vector<uint8_t>> flags;  // [seq][position]
+  // Where keys and values are codes: [seq][position][kv_head].
+  std::vector<std::vector<uint16_t>> k_scales, v_scales;
 };
+
+// The code of which `value` is what it stands for, at least nearly. 0 beside a scale that is none.
+inline int8_t CodeOf(float value, uint16_t scale) {
+  const float code = std::nearbyint(value / F32FromBf16(scale));
+  return std::isnan(code) ? int8_t{0} : static_cast<int8_t>(std::clamp(code, -127.0f, 127.0f));
+}
+
+// Makes of each row of `width` numbers those that its codes stand for, and returns the scales.
+inline std::vector<uint16_t> ToCodes(int32_t width, int32_t dtype, std::vector<float>* rows) {
+  std::vector<uint16_t> scales;
+  for (size_t at = 0; at < rows->size(); at += static_cast<size_t>(width)) {
+    const std::span row = std::span(*rows).subspan(at, static_cast<size_t>(width));
+    float largest = 0;
+    for (const float x : row) largest = std::max(largest, std::fabs(x));
+    scales.push_back(CodeScale(largest));
+    for (float& x : row) x = FromCode(CodeOf(x, scales.back()), scales.back(), dtype);
+  }
+  return scales;
+}
 
 inline AttentionData MakeData(const AttentionCase& c) {
   Random random(c.seed);
@@ -96,6 +119,12 @@ inline AttentionData MakeData(const AttentionCase& c) {
     data.q.push_back(Normal(&random, kv * c.group, sharpness, c.dtype));
     data.k.push_back(Normal(&random, kv, 1, c.dtype));
     data.v.push_back(Normal(&random, kv, 1, c.dtype));
+    data.k_scales.emplace_back();
+    data.v_scales.emplace_back();
+    if (c.codes) {
+      data.k_scales.back() = ToCodes(c.head_dim, c.dtype, &data.k.back());
+      data.v_scales.back() = ToCodes(c.head_dim, c.dtype, &data.v.back());
+    }
     data.flags.emplace_back();
     // Stretches without any punctuation, and dense ones.
     const uint32_t rate = OneOf(&random, {2u, 8u, 40u});
@@ -185,6 +214,10 @@ class Rows {
   void Store(int64_t offset, const float* values, int32_t count) {
     for (int32_t c = 0; c < count; ++c) StoreElement(dtype_, buffer_.data(), offset + c, values[c]);
   }
+  void StoreCodes(int64_t offset, const float* values, uint16_t scale, int32_t count) {
+    for (int32_t c = 0; c < count; ++c) static_cast<int8_t*>(buffer_.data())[offset + c] = CodeOf(values[c], scale);
+  }
+  void StoreScale(int64_t offset, uint16_t scale) { static_cast<uint16_t*>(buffer_.data())[offset] = scale; }
   void Load(int64_t offset, float* values, int32_t count) const {
     for (int32_t c = 0; c < count; ++c) values[c] = LoadElement(dtype_, buffer_.data(), offset + c);
   }
@@ -245,6 +278,7 @@ class Session {
     PlanDesc desc;
     desc.settings = case_.settings;
     desc.dtype = case_.dtype;
+    desc.kv_dtype = case_.codes ? PHSA_INT8 : 0;
     desc.num_q_heads = case_.num_q_heads();
     desc.num_kv_heads = case_.num_kv_heads;
     desc.head_dim = case_.head_dim;
@@ -294,8 +328,13 @@ class Session {
       tokens = options_.page_size;
       rows = options_.page_size / rep_stride_;
     }
-    k_ = Rows(options_.layout, c.dtype, pages, tokens, c.num_kv_heads, c.head_dim);
-    v_ = Rows(options_.layout, c.dtype, pages, tokens, c.num_kv_heads, c.head_dim);
+    const int32_t kv_dtype = c.codes ? PHSA_INT8 : c.dtype;
+    k_ = Rows(options_.layout, kv_dtype, pages, tokens, c.num_kv_heads, c.head_dim);
+    v_ = Rows(options_.layout, kv_dtype, pages, tokens, c.num_kv_heads, c.head_dim);
+    if (c.codes) {
+      k_scales_ = Rows(options_.layout, PHSA_BF16, pages, tokens, c.num_kv_heads, 1);
+      v_scales_ = Rows(options_.layout, PHSA_BF16, pages, tokens, c.num_kv_heads, 1);
+    }
     flags_page_stride_ = tokens + gap;
     flags_.assign(Index(pages * flags_page_stride_), 0xff);
     if (options_.reps && rep_width_ > 0) {
@@ -322,11 +361,27 @@ class Session {
         flags_[Index(page * flags_page_stride_ + row)] = data_.flags[Index(s)][Index(i)];
         for (int32_t h = 0; h < c.num_kv_heads; ++h) {
           const size_t source = Index((int64_t{i} * c.num_kv_heads + h) * c.head_dim);
-          k_.Store(k_.Offset(page, row, h), &data_.k[Index(s)][source], c.head_dim);
-          v_.Store(v_.Offset(page, row, h), &data_.v[Index(s)][source], c.head_dim);
+          const float* const key = &data_.k[Index(s)][source];
+          const float* const value = &data_.v[Index(s)][source];
+          if (c.codes) {
+            const size_t scale = Index(int64_t{i} * c.num_kv_heads + h);
+            StoreCodes(key, data_.k_scales[Index(s)][scale], page, row, h, &k_, &k_scales_);
+            StoreCodes(value, data_.v_scales[Index(s)][scale], page, row, h, &v_, &v_scales_);
+            continue;
+          }
+          k_.Store(k_.Offset(page, row, h), key, c.head_dim);
+          v_.Store(v_.Offset(page, row, h), value, c.head_dim);
         }
       }
     }
+  }
+
+  // A row that a test has put something into that is no number becomes none as a whole.
+  void StoreCodes(const float* values, uint16_t scale, int64_t page, int64_t row, int32_t head, Rows* codes,
+                  Rows* scales) {
+    const bool finite = std::all_of(values, values + case_.head_dim, [](float x) { return std::isfinite(x); });
+    codes->StoreCodes(codes->Offset(page, row, head), values, scale, case_.head_dim);
+    scales->StoreScale(scales->Offset(page, row, head), finite ? scale : CodeScale(kNan));
   }
 
   void Step(const std::vector<int32_t>& to, bool attend) {
@@ -370,8 +425,24 @@ class Session {
       kv.page_table = page_table_.data();
       kv.page_table_stride = table_stride_;
     }
+    ForwardParams params = Init<ForwardParams>();
+    params.kv = kv;
+    params.executor = options_.executor;
+    if (c.codes) {
+      params.kv_scales = {static_cast<const uint16_t*>(k_scales_.data()),
+                          static_cast<const uint16_t*>(v_scales_.data()), k_scales_.token_stride, k_scales_.head_stride,
+                          k_scales_.page_stride};
+    }
+    const auto represent = [&] {
+      if (kv.reps == nullptr) return;
+      if (c.codes) {
+        plan.Represent(params);
+      } else {
+        plan.Represent(kv, options_.executor);
+      }
+    };
     if (!attend) {
-      if (kv.reps != nullptr) plan.Represent(kv, options_.executor);
+      represent();
       return;
     }
 
@@ -379,11 +450,9 @@ class Session {
     std::vector<float> lse(Index(queries * c.num_q_heads()), kNan), scores(lists, kNan);
     std::vector<int32_t> selection(lists, 12345);
     Buffer workspace(plan.WorkspaceSize());
-    ForwardParams params = Init<ForwardParams>();
     params.q = q.data();
     params.q_token_stride = q.token_stride;
     params.q_head_stride = q.head_stride;
-    params.kv = kv;
     params.out = out.data();
     params.out_token_stride = out.token_stride;
     params.out_head_stride = out.head_stride;
@@ -394,10 +463,9 @@ class Session {
     }
     params.workspace = workspace.data();
     params.workspace_size = workspace.size();
-    params.executor = options_.executor;
     if (!c.sinks.empty()) params.sinks = c.sinks.data();
     if (options_.stages) {
-      if (kv.reps != nullptr) plan.Represent(kv, options_.executor);
+      represent();
       plan.Select(params);
       plan.Attend(params);
     } else {
@@ -438,7 +506,7 @@ class Session {
   std::vector<int64_t> kv_starts_, rep_starts_;
   std::vector<int32_t> page_table_;
   int64_t table_stride_ = 0;
-  Rows k_, v_, reps_;
+  Rows k_, v_, reps_, k_scales_, v_scales_;
   std::vector<uint8_t> flags_;
   int64_t flags_page_stride_ = 0;
 };
@@ -513,6 +581,9 @@ inline AttentionCase RandomCase(Random* random, const CaseLimits& limits = {}) {
     c.kv_lens.push_back(len);
     c.first.push_back(len - queries);
   }
+
+  Random aside = *random;  // so that the cases are otherwise as they were without codes
+  c.codes = Uniform(&aside, 0, 3) == 0;
 
   // Too much work: fewer channels and heads first, because lengths are what makes a selection; then fewer queries.
   const auto too_much = [&] {

@@ -317,6 +317,7 @@ TEST_F(Attention, EveryHeadDimGroupSizeBlockSizeAndTypeAgreesWithTheReference) {
           c.settings.dense_below = 0;
           c.settings.top_k = 1 + n % 4;
           c.dtype = dtype;
+          c.codes = n % 5 == 0;
           c.group = group;
           c.head_dim = head_dim;
           c.kv_lens = {9 * block + Uniform(&random, 0, block)};
@@ -360,6 +361,27 @@ TEST_F(Attention, ThreadCountStagesAndWhereRepresentativesLiveChangeNoBit) {
       options = {};
       options.lists = false;
       EXPECT_TRUE(SameBits(one.out, RunCase(c, data, options).out)) << "without lists";
+    });
+    if (HasFailure()) return;
+  }
+}
+
+TEST_F(Attention, CodesGiveTheBitsOfTheNumbersTheyStandFor) {
+  Random random(25);
+  for (int n = 0; n < 40; ++n) {
+    AttentionCase c = RandomCase(&random, {.work = 2'000'000});
+    c.codes = true;
+    const AttentionData data = MakeData(c);
+    SCOPED_TRACE(fmt::format("case {}: {}", n, Describe(c)));
+    AttentionCase numbers = c;
+    numbers.codes = false;
+    RunOptions options;
+    options.page_size = n % 2 == 0 ? 0 : 128;
+    ForEachTarget([&] {
+      const AttentionResult expected = RunCase(numbers, data, options), got = RunCase(c, data, options);
+      EXPECT_SAME_RESULT(expected, got);
+      EXPECT_TRUE(SameBits(expected.reps, got.reps));
+      EXPECT_TRUE(SameBits(expected.scores, got.scores));
     });
     if (HasFailure()) return;
   }
@@ -676,7 +698,8 @@ TEST_F(Attention, PackedSequencesGiveTheBitsOfEachAlone) {
         AttentionCase alone = c;
         alone.kv_lens = {c.kv_lens[s]};
         alone.first = {c.first[s]};
-        const AttentionData own = {{data.q[s]}, {data.k[s]}, {data.v[s]}, {data.flags[s]}};
+        const AttentionData own = {{data.q[s]},     {data.k[s]},        {data.v[s]},
+                                   {data.flags[s]}, {data.k_scales[s]}, {data.v_scales[s]}};
         const AttentionResult result = RunCase(alone, own);
         EXPECT_EQ(result.selection[0], packed.selection[s]);
         EXPECT_TRUE(SameBits(result.out, {packed.out[s]}));
@@ -1022,6 +1045,7 @@ TEST_F(Attention, WithoutGroupReductionEachHeadChoosesAsIfAlone) {
   Random random(17);
   for (int n = 0; n < 10; ++n) {
     AttentionCase c = RandomCase(&random);
+    c.codes = false;
     if (c.settings.policy == Policy::kDense || c.settings.policy == Policy::kStreaming) {
       c.settings.policy = Policy::kPhsa;
     }
@@ -1183,6 +1207,7 @@ TEST_F(Attention, AttendReadsTheBlocksOfTheListsItIsGiven) {
   Random random(24);
   for (int n = 0; n < 20; ++n) {
     AttentionCase c = RandomCase(&random, {.work = 4'000'000, .self_attention = true});
+    c.codes = false;
     c.dtype = PHSA_F32;
     if (c.settings.policy == Policy::kDense || c.settings.policy == Policy::kStreaming) {
       c.settings.policy = Policy::kPhsa;
@@ -1446,6 +1471,7 @@ TEST_F(Attention, GradientsAgreeWithTheReferenceForEveryPolicy) {
   Random random(21);
   for (int n = 0; n < 48; ++n) {
     AttentionCase c = RandomCase(&random, {.work = 3'000'000, .self_attention = true});
+    c.codes = false;
     const AttentionData data = MakeData(c);
     SCOPED_TRACE(fmt::format("case {}: {}", n, Describe(c)));
     // All targets get the reference's forward pass, so that only the backward is judged.

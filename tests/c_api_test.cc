@@ -526,6 +526,33 @@ TEST(CApi, LengthsInDeviceMemoryAreRefusedOnTheCpuAndUnknownToOlderHeaders) {
   EXPECT_EQ(phsa_forward(problem.plan, &problem.forward), PHSA_OK) << phsa_last_error();
 }
 
+TEST(CApi, CodesNeedTheirScalesAndGoForwardOnTheCpuOnly) {
+  Problem problem;
+  problem.desc.kv_dtype = 7;
+  ExpectRefused(problem.Create(), PHSA_INVALID_ARGUMENT, "kv_dtype is 7; allowed: 0 (as dtype)", "7");
+  problem.desc.kv_dtype = PHSA_BF16;  // beside queries in f32
+  ExpectRefused(problem.Create(), PHSA_INVALID_ARGUMENT, "kv_dtype is 2; allowed: 0 (as dtype)", "bf16");
+  problem.desc.kv_dtype = PHSA_INT8;
+  problem.desc.device = PHSA_DEVICE_CUDA;
+  ExpectRefused(problem.Create(), PHSA_UNSUPPORTED, "kv_dtype is 3 (8-bit codes) on device 1", "CUDA");
+  problem.desc.device = PHSA_DEVICE_CPU;
+  problem.Fill();
+  ExpectRefused(phsa_forward(problem.plan, &problem.forward), PHSA_INVALID_ARGUMENT, "kv_scales.k", "forward");
+  ExpectRefused(phsa_select(problem.plan, &problem.forward), PHSA_INVALID_ARGUMENT, "kv_scales.k", "select");
+  ExpectRefused(phsa_represent_with(problem.plan, &problem.forward), PHSA_INVALID_ARGUMENT, "kv_scales.k", "represent");
+  ExpectRefused(phsa_represent(problem.plan, &problem.forward.kv, nullptr), PHSA_UNSUPPORTED, "phsa_represent_with",
+                "represent without parameters");
+  ExpectRefused(phsa_backward(problem.plan, &problem.backward), PHSA_UNSUPPORTED, "kv_dtype is 3", "backward");
+}
+
+TEST(CApi, PlansOfAnOlderHeaderHaveNoCodes) {
+  Problem problem;
+  problem.desc.kv_dtype = PHSA_INT8;
+  problem.desc.struct_size = offsetof(phsa_plan_desc, kv_dtype);
+  problem.Fill();
+  EXPECT_EQ(phsa_forward(problem.plan, &problem.forward), PHSA_OK) << phsa_last_error();
+}
+
 TEST(CApi, SettingsGoThroughJsonAndBack) {
   phsa_settings settings = Init<phsa_settings>();
   const char* json = R"({"top_k": 4, "layers": {"3": {"attention": "dense"}}})";

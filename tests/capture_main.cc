@@ -56,6 +56,7 @@ void Run(char** argv) {
     punctuation.at(static_cast<size_t>(id)) = flag != 0;
   }
   const int32_t kv_type = KvTypeFromName(argv[3]);
+  if (kv_type == PHSA_INT8) throw std::runtime_error("capture_of writes f32, f16 and bf16");
   const auto chunk = static_cast<size_t>(std::stoi(argv[4]));
   ThreadPool threads(std::stoi(argv[5]));
   std::map<int32_t, std::pair<std::string, std::string>> captured;  // layer: queries, lists

@@ -437,6 +437,8 @@ TEST(Gpu, RefusesShapesThatItHasNoKernelsFor) {
   EXPECT_NE(why_not([](ModelConfig& config) { config.vocab_size = 300000; }).find("vocabulary"), std::string::npos);
   options.kv_dtype = PHSA_F32;
   EXPECT_NE(why_not([](ModelConfig&) {}).find("kv_type f32"), std::string::npos);
+  options.kv_dtype = PHSA_INT8;
+  EXPECT_NE(why_not([](ModelConfig&) {}).find("kv_type int8; the GPU takes bf16 and f16"), std::string::npos);
 }
 
 TEST(MemoryPlan, OfAGpuSaysSo) {

@@ -32,6 +32,22 @@ struct Format {
 };
 constexpr Format kFormats[] = {{10, 15, F32FromF16, F16FromF32}, {7, 127, F32FromBf16, Bf16FromF32}};
 
+TEST(Dtype, ARowsScaleIsTheLeastThatKeepsItsCodesInRange) {
+  std::mt19937 random(1);
+  std::uniform_real_distribution<float> exponent(-90, 120), mantissa(1, 2);
+  for (int i = 0; i < 100000; ++i) {
+    const float largest = std::ldexp(mantissa(random), static_cast<int>(exponent(random)));
+    const uint16_t scale = CodeScale(largest);
+    EXPECT_LE(std::nearbyint(largest / F32FromBf16(scale)), 127) << largest;
+    EXPECT_GT(double{largest}, 127 * double{F32FromBf16(static_cast<uint16_t>(scale - 1))}) << largest;
+  }
+  EXPECT_EQ(CodeScale(0), 0);
+  EXPECT_EQ(CodeScale(0x1p-101f), 0);
+  for (const float none : {kInf, std::numeric_limits<float>::quiet_NaN()}) {
+    EXPECT_TRUE(std::isnan(FromCode(0, CodeScale(none), PHSA_BF16)));
+  }
+}
+
 TEST(Dtype, EveryPatternWidensToTheValueItStandsForAndComesBack) {
   for (const Format& format : kFormats) {
     for (int bits = 0; bits < 0x10000; ++bits) {

@@ -30,10 +30,10 @@ LayerSettings Sparse() {
 // A small model with a cache of eight pages, and a folder of its own.
 class Cache : public testing::Test {
  protected:
-  Cache()
+  explicit Cache(int32_t kv_type = PHSA_F32)
       : threads(1),
-        backend(TestBackend(model, WeightsMode::kF32, PHSA_F32, 1024, threads)),
-        cache(TestCache(*backend, PageLayout(model.config(), Sparse(), PHSA_F32), 8)),
+        backend(TestBackend(model, WeightsMode::kF32, kv_type, 1024, threads)),
+        cache(TestCache(*backend, PageLayout(model.config(), Sparse(), kv_type), 8)),
         decoder(model.config(), *backend, Sparse(), threads) {
     std::vector<uint8_t> flags(101);
     for (size_t i = 0; i < 20; ++i) flags[i] = 1;
@@ -57,6 +57,37 @@ class Cache : public testing::Test {
     return {std::istreambuf_iterator<char>(stream), {}};
   }
 
+  void GoesOnFromAFile() {
+    const std::vector<int32_t> text = Tokens(333), more = Tokens(20, 7);
+    Sequence one(cache);
+    Read(one, text);
+    SaveSequence(one, identity, file);
+    EXPECT_EQ(std::distance(fs::directory_iterator(folder), fs::directory_iterator()), 1) << "no half file is left";
+    const std::vector<float> expected = Read(one, more);
+    one.Truncate(0);
+    // Pages are taken in another order, and hold another text's leftovers.
+    Sequence filler(cache);
+    Read(filler, Tokens(500, 9));
+    filler.Truncate(130);
+    Sequence restored(cache);
+    RestoreSequence(restored, identity, text, file);
+    EXPECT_EQ(restored.tokens(), text);
+    EXPECT_TRUE(SameBits(Read(restored, more), expected));
+  }
+
+  void FilesHaveNothingOfOtherTexts() {
+    Sequence one(cache);
+    Read(one, Tokens(100, 4));
+    SaveSequence(one, identity, file);
+    const std::string clean = FileText(file);
+    one.Truncate(0);
+    Read(one, Tokens(128, 8));
+    one.Truncate(0);
+    Read(one, Tokens(100, 4));  // in the page that the other text has left
+    SaveSequence(one, identity, file);
+    EXPECT_EQ(FileText(file), clean);
+  }
+
   const fs::path folder = fs::temp_directory_path() / ("phsa_kv_cache_test_" + std::to_string(getpid()));
   const fs::path file = folder / "cache";
   const KvIdentity identity = {{"model", "a"}, {"attention", "b"}};
@@ -65,6 +96,12 @@ class Cache : public testing::Test {
   std::unique_ptr<ModelBackend> backend;
   KvCache cache;
   Decoder decoder;
+};
+
+// The same with 8-bit keys and values, whose scales are parts of the pages too.
+class CacheOfCodes : public Cache {
+ protected:
+  CacheOfCodes() : Cache(PHSA_INT8) {}
 };
 
 // What is refused, in words that help.
@@ -177,23 +214,8 @@ TEST_F(Cache, AForkThatDoesNotFitIsRefusedAndUnchanged) {
   Read(one, Tokens(10));  // alone it need not copy
 }
 
-TEST_F(Cache, ARestoredTextGoesOnAsIfItHadJustBeenRead) {
-  const std::vector<int32_t> text = Tokens(333), more = Tokens(20, 7);
-  Sequence one(cache);
-  Read(one, text);
-  SaveSequence(one, identity, file);
-  EXPECT_EQ(std::distance(fs::directory_iterator(folder), fs::directory_iterator()), 1) << "no half file is left";
-  const std::vector<float> expected = Read(one, more);
-  one.Truncate(0);
-  // Pages are taken in another order, and hold another text's leftovers.
-  Sequence filler(cache);
-  Read(filler, Tokens(500, 9));
-  filler.Truncate(130);
-  Sequence restored(cache);
-  RestoreSequence(restored, identity, text, file);
-  EXPECT_EQ(restored.tokens(), text);
-  EXPECT_TRUE(SameBits(Read(restored, more), expected));
-}
+TEST_F(Cache, ARestoredTextGoesOnAsIfItHadJustBeenRead) { GoesOnFromAFile(); }
+TEST_F(CacheOfCodes, ARestoredTextGoesOnAsIfItHadJustBeenRead) { GoesOnFromAFile(); }
 
 TEST_F(Cache, OnlyTheCommonBeginningIsRestored) {
   const std::vector<int32_t> text = Tokens(300), more = Tokens(20, 7);
@@ -209,18 +231,8 @@ TEST_F(Cache, OnlyTheCommonBeginningIsRestored) {
   EXPECT_TRUE(SameBits(Read(restored, more), Read(one, more)));
 }
 
-TEST_F(Cache, AFileHasNothingOfOtherTexts) {
-  Sequence one(cache);
-  Read(one, Tokens(100, 4));
-  SaveSequence(one, identity, file);
-  const std::string clean = FileText(file);
-  one.Truncate(0);
-  Read(one, Tokens(128, 8));
-  one.Truncate(0);
-  Read(one, Tokens(100, 4));  // in the page that the other text has left
-  SaveSequence(one, identity, file);
-  EXPECT_EQ(FileText(file), clean);
-}
+TEST_F(Cache, AFileHasNothingOfOtherTexts) { FilesHaveNothingOfOtherTexts(); }
+TEST_F(CacheOfCodes, AFileHasNothingOfOtherTexts) { FilesHaveNothingOfOtherTexts(); }
 
 TEST_F(Cache, AFileOfSomethingElseIsRefusedNamingWhat) {
   const std::vector<int32_t> text = Tokens(100);
@@ -236,6 +248,9 @@ TEST_F(Cache, AFileOfSomethingElseIsRefusedNamingWhat) {
   KvCache half = TestCache(*backend, PageLayout(model.config(), Sparse(), PHSA_BF16), 8);
   Sequence three(half);
   ExpectRefusal([&] { RestoreSequence(three, identity, text, file); }, {"another layout", "f32", "bf16"});
+  KvCache codes = TestCache(*backend, PageLayout(model.config(), Sparse(), PHSA_INT8), 8);
+  Sequence four(codes);
+  ExpectRefusal([&] { RestoreSequence(four, identity, text, file); }, {"another layout", "f32", "int8"});
   EXPECT_THROW(RestoreSequence(two, identity, text, folder / "none"), Error);
   std::ofstream(folder / "text") << "some text";
   ExpectRefusal([&] { RestoreSequence(two, identity, text, folder / "text"); }, {"not a KV cache"});

@@ -56,8 +56,10 @@ struct Runner {
 TEST(Decoder, ChunksChangeNoBit) {
   const FakeModel model;
   const std::vector<int32_t> tokens = Tokens(200);
-  for (const auto& [mode, kv_type] :
-       {std::pair{WeightsMode::kF32, PHSA_F32}, {WeightsMode::kBf16, PHSA_BF16}, {WeightsMode::kInt8, PHSA_F16}}) {
+  for (const auto& [mode, kv_type] : {std::pair{WeightsMode::kF32, PHSA_F32},
+                                      {WeightsMode::kBf16, PHSA_BF16},
+                                      {WeightsMode::kInt8, PHSA_F16},
+                                      {WeightsMode::kF32, PHSA_INT8}}) {
     Runner runner(model, mode, kv_type);
     Sequence whole(runner.cache);
     const std::vector<float> expected = runner.Read(whole, tokens);
@@ -102,8 +104,8 @@ TEST(Decoder, WhatWasTruncatedLeavesNoTrace) {
   sparse.base.init_tokens = 16;
   sparse.base.local_tokens = 32;
   sparse.base.top_k = 1;
-  for (const LayerSettings& settings : {Dense(), sparse}) {
-    Runner runner(model, WeightsMode::kF32, PHSA_F32, 1, 8, settings);
+  for (const auto& [settings, kv_type] : {std::pair{Dense(), PHSA_F32}, {sparse, PHSA_F32}, {sparse, PHSA_INT8}}) {
+    Runner runner(model, WeightsMode::kF32, kv_type, 1, 8, settings);
     const std::vector<int32_t> tokens = Tokens(200, 4);
     Sequence fresh(runner.cache), reused(runner.cache);
     const std::vector<float> expected = runner.Read(fresh, tokens);
@@ -220,6 +222,37 @@ TEST(KvCache, PagesComeBack) {
     EXPECT_EQ(cache.free_pages(), 2);
   }
   EXPECT_EQ(cache.free_pages(), 3);
+}
+
+// Codes are off by half a 127th of a row's largest element: logits move, and not far.
+TEST(Decoder, EightBitKeysAndValuesGiveNearlyTheLogitsOfBf16) {
+  const FakeModel model;
+  const std::vector<int32_t> tokens = Tokens(300, 8);
+  LayerSettings all;
+  all.base.top_k = 64;
+  Runner bf16(model, WeightsMode::kF32, PHSA_BF16), codes(model, WeightsMode::kF32, PHSA_INT8, 3);
+  Runner chosen(model, WeightsMode::kF32, PHSA_INT8, 1, 8, all);
+  Sequence a(bf16.cache), b(codes.cache), c(chosen.cache);
+  const std::vector<float> expected = bf16.Read(a, tokens), got = codes.Read(b, tokens, 77);
+  double off = 0, size = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    off += std::pow(got[i] - expected[i], 2);
+    size += std::pow(expected[i], 2);
+  }
+  EXPECT_GT(off, 0);
+  EXPECT_LT(std::sqrt(off / size), 0.02);
+  const std::vector<float> by_choice = chosen.Read(c, tokens);
+  for (size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(by_choice[i], got[i], 0.02 * std::sqrt(size / got.size())) << i;
+}
+
+TEST(KvCache, EightBitKeysAndValuesTakeHalfOfThePagesAndTheirScales) {
+  const FakeModel model;
+  const PageLayout codes(model.config(), Dense(), PHSA_INT8), bf16(model.config(), Dense(), PHSA_BF16);
+  EXPECT_EQ(codes.key_value_bytes, bf16.key_value_bytes / 2 + bf16.key_value_bytes / 64);
+  LayerSettings settings;
+  EXPECT_EQ(PageLayout(model.config(), settings, PHSA_INT8).representative_bytes,
+            PageLayout(model.config(), settings, PHSA_BF16).representative_bytes)
+      << "representatives stay bf16";
 }
 
 TEST(KvCache, RepresentativesTakeASixteenthOfTheKeys) {

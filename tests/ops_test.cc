@@ -618,6 +618,40 @@ TEST_F(Ops, RopeTurnsHeadsAfterTheirNormAndStoresThemWhereTheyBelong) {
   });
 }
 
+TEST_F(Ops, MixedHeadsKeepTheirProductsAndNoChannelStandsOut) {
+  const int32_t position = 40;
+  ForEachTarget([&] {
+    for (const int32_t dim : {8, 64, 80, 96, 128, 256}) {
+      const int32_t half = dim / 2, block = dim & -dim;
+      std::vector<double> frequencies(static_cast<size_t>(half), 0.01);
+      std::vector<float> table(static_cast<size_t>(dim));
+      RopeTable(&position, 1, frequencies.data(), half, 1, table.data(), {});
+      std::vector<float> x = RandomFloats(static_cast<size_t>(2 * dim), 123);
+      x[3] = 100;  // of a key
+      std::vector<float> plain(x.size()), mixed(x.size());
+      RopeParams p;
+      p.x = x.data();
+      p.x_stride = 2 * dim;
+      p.m = 1, p.heads = 2, p.head_dim = dim;
+      p.cos_sin = table.data();
+      p.out_head_stride = dim;
+      p.out = plain.data();
+      Rope(p, {});
+      p.mix = true;
+      p.out = mixed.data();
+      Rope(p, {});
+      double expected = 0, got = 0;
+      for (int32_t i = 0; i < dim; ++i) {
+        const auto at = static_cast<size_t>(i), other = static_cast<size_t>(dim + i);
+        expected += double{plain[at]} * plain[other];
+        got += double{mixed[at]} * mixed[other];
+        EXPECT_LT(std::fabs(mixed[at]), 150 / std::sqrt(block) + 5) << "dim " << dim << " channel " << i;
+      }
+      EXPECT_NEAR(got, expected, 1e-3) << "dim " << dim;
+    }
+  });
+}
+
 TEST_F(Ops, StoredRowsAreRoundedAsScalarsAreAndComeBack) {
   std::vector<float> values = RandomFloats(2 * 1000, 131);
   const float special[] = {0.0f,    -0.0f,     65504.0f,   65520.0f, 1e-7f, -1e-8f,
@@ -644,6 +678,51 @@ TEST_F(Ops, StoredRowsAreRoundedAsScalarsAreAndComeBack) {
             }
           }
         }
+      }
+    }
+  });
+}
+
+TEST_F(Ops, StoredCodesAreTheNearestAndSpecialRowsKeepTheirMeaning) {
+  constexpr int32_t kRows = 7, kStride = 300;
+  std::vector<float> values = RandomFloats(kRows * kStride, 132);
+  for (int32_t i = 0; i < kStride; ++i) {
+    values[static_cast<size_t>(kStride + i)] *= 1e30f;
+    values[static_cast<size_t>(2 * kStride + i)] *= 1e-28f;
+    values[static_cast<size_t>(3 * kStride + i)] = 0;
+    values[static_cast<size_t>(4 * kStride + i)] *= 1e-38f;
+  }
+  values[5 * kStride + 3] = kNan;
+  values[6 * kStride + 15] = -kInfinity;
+  const int64_t code_rows[kRows] = {512, 0, 1024, 768, 256, 1536, 1280}, scale_rows[kRows] = {6, 4, 2, 0, 1, 3, 5};
+  ThreadPool threads(3);
+  ForEachTarget([&] {
+    for (const int32_t dim : {64, 80, 96, 128, 256}) {
+      std::vector<int8_t> codes(7 * 256, 99);
+      std::vector<uint16_t> scales(kRows, 0x1234);
+      StoreCodes(values.data(), kStride, kRows, dim, codes.data(), code_rows, scales.data(), scale_rows,
+                 threads.executor());
+      for (int32_t r = 0; r < kRows; ++r) {
+        const float* const row = values.data() + r * kStride;
+        float largest = 0;
+        for (int32_t i = 0; i < dim; ++i) {
+          largest = std::isnan(row[i]) ? kInfinity : std::max(largest, std::fabs(row[i]));
+          if (std::isinf(largest)) break;
+        }
+        const uint16_t scale = scales[static_cast<size_t>(scale_rows[r])];
+        ASSERT_EQ(scale, CodeScale(largest)) << "row " << r;
+        const int8_t* const own = codes.data() + code_rows[r];
+        for (int32_t i = 0; i < dim; ++i) {
+          const float back = FromCode(own[i], scale, PHSA_F32);
+          if (std::isinf(largest)) {
+            ASSERT_TRUE(std::isnan(back));
+          } else if (scale == 0) {
+            ASSERT_EQ(back, 0);
+          } else {
+            ASSERT_NEAR(back, row[i], 0.5001 * F32FromBf16(scale)) << "row " << r << " element " << i;
+          }
+        }
+        for (int32_t i = dim; i < 256; ++i) ASSERT_EQ(own[i], 99);
       }
     }
   });

@@ -110,7 +110,7 @@ class OtherDevice final : public ModelBackend {
     for (int32_t layer = 0; layer < config_.num_layers; ++layer) {
       cpu_->QueriesKeysValues(layer);
       for (const StepGroup& group : rows.groups) {
-        PlanDesc desc = PagedPlan(config_, group.settings->ForLayer(layer), rows.cache->layout().dtype);
+        PlanDesc desc = PagedPlan(config_, group.settings->ForLayer(layer), rows.cache->layout().kv_type);
         desc.num_seqs = static_cast<int32_t>(group.num_items);
         desc.q_lens = rows.q_lens.data() + group.first_item;
         desc.kv_lens = rows.kv_lens.data() + group.first_item;

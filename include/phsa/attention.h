@@ -12,6 +12,7 @@
 namespace phsa {
 
 using KeyValues = phsa_kv;
+using KvScales = phsa_kv_scales;
 using Executor = phsa_executor;
 using ForwardParams = phsa_forward_params;
 using BackwardParams = phsa_backward_params;
@@ -39,6 +40,7 @@ struct PlanDesc {
   float scale = 0;
   int32_t max_threads = 1;
   int32_t device = PHSA_DEVICE_CPU;
+  int32_t kv_dtype = 0;  // PHSA_INT8: k and v are codes with scales; 0: they have dtype
   // Tokens that a query attends to at most, its own included; 0: no limit. For the layers of models with sliding
   // windows: with the policy dense, forward only.
   int32_t window = 0;

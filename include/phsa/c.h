@@ -46,7 +46,12 @@ typedef enum phsa_status {
   PHSA_IO = 6        /* the system failed to do it: a disk, a pipe, the network, another program */
 } phsa_status;
 
-typedef enum phsa_dtype { PHSA_F32 = 0, PHSA_F16 = 1, PHSA_BF16 = 2 } phsa_dtype;
+typedef enum phsa_dtype {
+  PHSA_F32 = 0,
+  PHSA_F16 = 1,
+  PHSA_BF16 = 2,
+  PHSA_INT8 = 3 /* of keys and values alone: int8_t codes with a scale a row (phsa_kv_scales) */
+} phsa_dtype;
 
 typedef enum phsa_device { PHSA_DEVICE_CPU = 0, PHSA_DEVICE_CUDA = 1 } phsa_device;
 
@@ -121,7 +126,7 @@ PHSA_API phsa_executor phsa_threads_executor(phsa_threads* threads);
 typedef struct phsa_plan_desc {
   uint32_t struct_size;
   const phsa_settings* settings;
-  int32_t dtype; /* phsa_dtype of q, k, v, out, representatives */
+  int32_t dtype; /* phsa_dtype of q, out, representatives, and of k and v unless kv_dtype says otherwise */
   int32_t num_q_heads;
   int32_t num_kv_heads; /* divides num_q_heads */
   int32_t head_dim;     /* 64, 80, 96, 128 or 256 */
@@ -135,7 +140,13 @@ typedef struct phsa_plan_desc {
   int32_t max_threads; /* the largest num_threads of any executor used with this plan; 0: 1 */
   int32_t reserved;    /* not read */
   /* Newer than what is above; a caller with an older header says so by its struct_size. */
-  int32_t device; /* phsa_device */
+  int32_t device;    /* phsa_device */
+  int32_t reserved2; /* not read, as all that are called so */
+  /* PHSA_INT8: k and v are codes, and stand for code · scale of their row, rounded to dtype; nothing else differs, to
+   * the last bit, from k and v that hold these numbers. 0, or the same as dtype: they have that type. Forward on the
+   * CPU only. */
+  int32_t kv_dtype;
+  int32_t reserved3;
 } phsa_plan_desc;
 
 typedef struct phsa_plan phsa_plan;
@@ -175,6 +186,15 @@ typedef struct phsa_kv {
   int64_t page_table_stride;
 } phsa_kv;
 
+/* The scales of keys and values that are codes (phsa_plan_desc.kv_dtype), as the bits of bf16: one for each token and
+ * KV head, of k and of v. Strides count scales and serve both. Elements are best divided by their row's largest / 127,
+ * rounded up to bf16, and rounded to the nearest integer. */
+typedef struct phsa_kv_scales {
+  const uint16_t* k; /* [token][kv_head], or [page][token][kv_head] */
+  const uint16_t* v;
+  int64_t token_stride, head_stride, page_stride;
+} phsa_kv_scales;
+
 /* The blocks chosen between init and local: [query][selection_heads][selection_slots], ascending, -1 beyond the last. A
  * list holds as many blocks as it can: top_k, or all candidates where there are fewer; attend and backward refuse
  * others on the CPU, and do not look at them on a CUDA device, where a wrong list gives wrong results. A query below
@@ -201,7 +221,8 @@ typedef struct phsa_forward_params {
    * run, of a plan for CUDA with one query a sequence and pages, whose own kv_lens are upper limits. A length of 0 is
    * no sequence: its output is zero. phsa_forward only; group_reduce none, selection_scores, and top_k above 0 without
    * reps are refused. NULL: the plan's. */
-  const int32_t* kv_lens; /* [num_seqs] */
+  const int32_t* kv_lens;   /* [num_seqs] */
+  phsa_kv_scales kv_scales; /* where kv.k and kv.v are codes */
 } phsa_forward_params;
 
 typedef struct phsa_backward_params {
@@ -230,7 +251,8 @@ typedef struct phsa_backward_params {
 
 /* represent: writes the representatives of the blocks that the batch's queries complete. Reads kv.k and kv.flags. */
 PHSA_API phsa_status phsa_represent(const phsa_plan* plan, const phsa_kv* kv, const phsa_executor* executor);
-/* The same with what params.kv, executor, workspace and stream say; plans for CUDA need the last two. */
+/* The same with what params.kv, kv_scales, executor, workspace and stream say; plans for CUDA need the last two, and
+ * keys that are codes their scales. */
 PHSA_API phsa_status phsa_represent_with(const phsa_plan* plan, const phsa_forward_params* params);
 /* score and select: reads q and kv.reps (or kv.k and kv.flags where reps is NULL, and always with survivors),
  * writes selection. */

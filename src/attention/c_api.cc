@@ -84,7 +84,7 @@ phsa_forward_params WidenedParams(const phsa_forward_params* params, const char*
   if (params == nullptr) ThrowInvalid("{}: params is null", where);
   return Widened(*params,
                  {offsetof(phsa_forward_params, stream), offsetof(phsa_forward_params, sinks),
-                  offsetof(phsa_forward_params, kv_lens)},
+                  offsetof(phsa_forward_params, kv_lens), offsetof(phsa_forward_params, kv_scales)},
                  where);
 }
 phsa_backward_params WidenedParams(const phsa_backward_params* params, const char* where) {
@@ -93,7 +93,8 @@ phsa_backward_params WidenedParams(const phsa_backward_params* params, const cha
 }
 
 PlanDesc FromC(const phsa_plan_desc& given) {
-  const phsa_plan_desc c = Widened(given, {offsetof(phsa_plan_desc, device)}, "plan");
+  const phsa_plan_desc c =
+      Widened(given, {offsetof(phsa_plan_desc, device), offsetof(phsa_plan_desc, kv_dtype)}, "plan");
   PlanDesc desc;
   const phsa_settings& settings = Given(c.settings, "plan: settings");
   desc.settings = Settings::FromC(settings);
@@ -113,6 +114,7 @@ PlanDesc FromC(const phsa_plan_desc& given) {
   desc.scale = c.scale;
   desc.max_threads = c.max_threads;
   desc.device = c.device;
+  desc.kv_dtype = c.kv_dtype;
   return desc;
 }
 

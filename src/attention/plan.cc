@@ -66,6 +66,10 @@ void TakeHeads(const PlanDesc& desc, PlanImpl* plan) {
   if (desc.dtype != PHSA_F32 && desc.dtype != PHSA_F16 && desc.dtype != PHSA_BF16) {
     ThrowInvalid("plan: dtype is {}; allowed: 0 (f32), 1 (f16), 2 (bf16)", desc.dtype);
   }
+  if (desc.kv_dtype != 0 && desc.kv_dtype != desc.dtype && desc.kv_dtype != PHSA_INT8) {
+    ThrowInvalid("plan: kv_dtype is {}; allowed: 0 (as dtype), {} (the dtype), {} (8-bit codes)", desc.kv_dtype,
+                 desc.dtype, static_cast<int>(PHSA_INT8));
+  }
   if (desc.num_kv_heads < 1 || desc.num_kv_heads > kMaxHeads) {
     ThrowInvalid("plan: num_kv_heads is {}; allowed: 1 to {}", desc.num_kv_heads, kMaxHeads);
   }
@@ -84,6 +88,7 @@ void TakeHeads(const PlanDesc& desc, PlanImpl* plan) {
     ThrowInvalid("plan: max_threads is {}; allowed: 0 (one) to {}", desc.max_threads, kMaxThreads);
   }
   plan->dtype = desc.dtype;
+  plan->kv_dtype = desc.kv_dtype == PHSA_INT8 ? PHSA_INT8 : desc.dtype;
   plan->num_q_heads = desc.num_q_heads;
   plan->num_kv_heads = desc.num_kv_heads;
   plan->group = desc.num_q_heads / desc.num_kv_heads;
@@ -153,6 +158,13 @@ void CheckKv(const PlanImpl& plan, const KeyValues& kv, const char* where, bool 
   }
 }
 
+void CheckScales(const PlanImpl& plan, const KvScales& scales, const char* where, bool values) {
+  if (plan.kv_dtype == PHSA_INT8 && (scales.k == nullptr || (values && scales.v == nullptr))) {
+    ThrowInvalid("{}: kv_scales.k or kv_scales.v is null, but the plan's kv_dtype is {} (8-bit codes)", where,
+                 plan.kv_dtype);
+  }
+}
+
 void CheckExecutor(const PlanImpl& plan, const Executor& executor, const char* where) {
   if (executor.run != nullptr && (executor.num_threads < 1 || executor.num_threads > plan.max_threads)) {
     ThrowInvalid("{}: the executor has {} threads; allowed: 1 to the plan's max_threads ({})", where,
@@ -177,6 +189,7 @@ void CheckForward(const PlanImpl& plan, const ForwardParams& params, const char*
   }
   const bool attends = needs == Needs::kAll || needs == Needs::kForward;
   CheckKv(plan, params.kv, where, attends);
+  CheckScales(plan, params.kv_scales, where, attends);
   CheckExecutor(plan, params.executor, where);
   if (needs != Needs::kKeys && params.q == nullptr) ThrowInvalid("{}: q is null", where);
   if (attends && params.out == nullptr) ThrowInvalid("{}: out is null", where);
@@ -184,6 +197,16 @@ void CheckForward(const PlanImpl& plan, const ForwardParams& params, const char*
     Throw(PHSA_UNSUPPORTED, "{}: kv_lens is given; allowed: in phsa_forward with a plan for CUDA", where);
   }
   CheckWorkspace(params.workspace, params.workspace_size, plan.workspace_size, where);
+}
+
+// Needs no workspace.
+void RepresentOnCpu(const PlanImpl& plan, const ForwardParams& params) {
+  CheckKv(plan, params.kv, "represent", false);
+  CheckScales(plan, params.kv_scales, "represent", false);
+  CheckExecutor(plan, params.executor, "represent");
+  if (plan.num_reps == 0) return;  // nothing to represent, or no block complete yet
+  if (params.kv.reps == nullptr) ThrowInvalid("represent: kv.reps is null");
+  ActiveBackend().represent(plan, params);
 }
 
 }  // namespace
@@ -206,6 +229,10 @@ Plan::Plan(const PlanDesc& desc) {
   TakeHeads(desc, plan.get());
   TakeSequences(desc, plan.get());
   if (desc.device == PHSA_DEVICE_CUDA) {
+    if (plan->kv_dtype == PHSA_INT8) {
+      Throw(PHSA_UNSUPPORTED, "plan: kv_dtype is {} (8-bit codes) on device 1 (CUDA); allowed there: 0 (as dtype)",
+            plan->kv_dtype);
+    }
     plan->device = desc.device;
     cuda::Prepare(plan.get());
   } else if (desc.device == PHSA_DEVICE_CPU) {
@@ -234,15 +261,17 @@ void Plan::Represent(const KeyValues& kv, const Executor& executor) const {
   if (impl_->device == PHSA_DEVICE_CUDA) {
     throw Error(PHSA_UNSUPPORTED, "represent: a plan for CUDA needs a workspace and a stream; use phsa_represent_with");
   }
-  CheckKv(*impl_, kv, "represent", false);
-  CheckExecutor(*impl_, executor, "represent");
-  if (impl_->num_reps == 0) return;  // nothing to represent, or no block complete yet
-  if (kv.reps == nullptr) ThrowInvalid("represent: kv.reps is null");
-  ActiveBackend().represent(*impl_, kv, executor);
+  if (impl_->kv_dtype == PHSA_INT8) {
+    throw Error(PHSA_UNSUPPORTED, "represent: keys that are codes need their scales; use phsa_represent_with");
+  }
+  auto params = Init<ForwardParams>();
+  params.kv = kv;
+  params.executor = executor;
+  RepresentOnCpu(*impl_, params);
 }
 
 void Plan::Represent(const ForwardParams& params) const {
-  if (impl_->device == PHSA_DEVICE_CPU) return Represent(params.kv, params.executor);
+  if (impl_->device == PHSA_DEVICE_CPU) return RepresentOnCpu(*impl_, params);
   CheckForward(*impl_, params, "represent", Needs::kKeys);
   if (impl_->num_reps == 0) return;
   if (params.kv.reps == nullptr) ThrowInvalid("represent: kv.reps is null");
@@ -276,6 +305,9 @@ void Plan::Backward(const BackwardParams& params) const {
   if (params.struct_size != sizeof(BackwardParams)) {
     ThrowInvalid("backward: struct_size is {}; allowed: {} (use PHSA_INIT)", params.struct_size,
                  sizeof(BackwardParams));
+  }
+  if (plan.kv_dtype == PHSA_INT8) {
+    Throw(PHSA_UNSUPPORTED, "backward: kv_dtype is {} (8-bit codes); allowed: 0 (as dtype)", plan.kv_dtype);
   }
   CheckKv(plan, params.kv, "backward", true);
   CheckExecutor(plan, params.executor, "backward");

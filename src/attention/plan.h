@@ -47,6 +47,7 @@ struct PlanImpl : BlockRules {
   Settings settings;
   Representation representation = Representation::kNone;
   int32_t dtype = PHSA_F32;
+  int32_t kv_dtype = PHSA_F32;  // of k and v: dtype, or PHSA_INT8
   int32_t num_q_heads = 0, num_kv_heads = 0, group = 0, head_dim = 0;
   int32_t page_size = 0;
   float scale = 0;
@@ -78,7 +79,7 @@ struct PlanImpl : BlockRules {
   int32_t VisibleRepRows(int32_t b) const { return NumRepRows(b * block); }
 };
 
-// Where things lie. Blocks never cross a page. Elements are counted in the plan's dtype.
+// Where things lie. Blocks never cross a page. Elements are counted: of keys and values in the plan's kv_dtype.
 inline int64_t TokenOffset(const PlanImpl& plan, const KeyValues& kv, int32_t seq, int32_t token, int64_t token_stride,
                            int64_t page_stride) {
   if (plan.page_size == 0) return (plan.seqs[seq].kv_start + token) * token_stride;
@@ -90,6 +91,12 @@ inline int64_t KeyOffset(const PlanImpl& plan, const KeyValues& kv, int32_t seq,
 }
 inline int64_t ValueOffset(const PlanImpl& plan, const KeyValues& kv, int32_t seq, int32_t token, int32_t kv_head) {
   return TokenOffset(plan, kv, seq, token, kv.v_token_stride, kv.v_page_stride) + kv_head * kv.v_head_stride;
+}
+inline int64_t ScaleOffset(const PlanImpl& plan, const ForwardParams& params, int32_t seq, int32_t token,
+                           int32_t kv_head) {
+  const KvScales& scales = params.kv_scales;
+  return TokenOffset(plan, params.kv, seq, token, scales.token_stride, scales.page_stride) +
+         kv_head * scales.head_stride;
 }
 inline int64_t FlagOffset(const PlanImpl& plan, const KeyValues& kv, int32_t seq, int32_t token) {
   return TokenOffset(plan, kv, seq, token, 1, kv.flags_page_stride);
@@ -104,7 +111,7 @@ inline int64_t RepOffset(const PlanImpl& plan, const KeyValues& kv, int32_t seq,
 
 // The stages of one backend. `Plan` checks pointers and sizes before it calls them.
 struct Backend {
-  void (*represent)(const PlanImpl& plan, const KeyValues& kv, const Executor& executor);
+  void (*represent)(const PlanImpl& plan, const ForwardParams& params);
   void (*select)(const PlanImpl& plan, const ForwardParams& params);
   void (*attend)(const PlanImpl& plan, const ForwardParams& params);
   void (*forward)(const PlanImpl& plan, const ForwardParams& params);

@@ -42,16 +42,27 @@ void StoreRow(int32_t dtype, std::span<const double> row, void* data, int64_t of
   }
 }
 
-Matrix LoadKeys(const PlanImpl& plan, const KeyValues& kv, int32_t s, int32_t kv_head) {
+// A row of keys or values, which may be codes.
+void LoadKvRow(const PlanImpl& plan, const void* data, int64_t offset, const uint16_t* scale, std::span<double> row) {
+  if (plan.kv_dtype != PHSA_INT8) return LoadRow(plan.dtype, data, offset, row);
+  const int8_t* const codes = static_cast<const int8_t*>(data) + offset;
+  for (size_t c = 0; c < row.size(); ++c) row[c] = FromCode(codes[c], *scale, plan.dtype);
+}
+
+Matrix LoadKeys(const PlanImpl& plan, const ForwardParams& params, int32_t s, int32_t kv_head) {
   Matrix keys(plan.seqs[s].kv_len, plan.head_dim);
-  for (int32_t i = 0; i < keys.rows; ++i) LoadRow(plan.dtype, kv.k, KeyOffset(plan, kv, s, i, kv_head), keys.Row(i));
+  for (int32_t i = 0; i < keys.rows; ++i) {
+    LoadKvRow(plan, params.kv.k, KeyOffset(plan, params.kv, s, i, kv_head),
+              params.kv_scales.k + ScaleOffset(plan, params, s, i, kv_head), keys.Row(i));
+  }
   return keys;
 }
 
-Matrix LoadValues(const PlanImpl& plan, const KeyValues& kv, int32_t s, int32_t kv_head) {
+Matrix LoadValues(const PlanImpl& plan, const ForwardParams& params, int32_t s, int32_t kv_head) {
   Matrix values(plan.seqs[s].kv_len, plan.head_dim);
   for (int32_t i = 0; i < values.rows; ++i) {
-    LoadRow(plan.dtype, kv.v, ValueOffset(plan, kv, s, i, kv_head), values.Row(i));
+    LoadKvRow(plan, params.kv.v, ValueOffset(plan, params.kv, s, i, kv_head),
+              params.kv_scales.v + ScaleOffset(plan, params, s, i, kv_head), values.Row(i));
   }
   return values;
 }
@@ -71,17 +82,19 @@ Matrix LoadRows(const PlanImpl& plan, const KeyValues& kv, int32_t s, int32_t kv
   return reps;
 }
 
-Matrix LoadReps(const PlanImpl& plan, const KeyValues& kv, int32_t s, int32_t kv_head) {
+Matrix LoadReps(const PlanImpl& plan, const ForwardParams& params, int32_t s, int32_t kv_head) {
+  const KeyValues& kv = params.kv;
   if (kv.reps == nullptr || plan.PartsInReps()) {
-    return reference::Represent(MethodOf(plan, kv_head), LoadKeys(plan, kv, s, kv_head), LoadFlags(plan, kv, s));
+    return reference::Represent(MethodOf(plan, kv_head), LoadKeys(plan, params, s, kv_head), LoadFlags(plan, kv, s));
   }
   return LoadRows(plan, kv, s, kv_head);
 }
 
-Matrix LoadParts(const PlanImpl& plan, const KeyValues& kv, int32_t s, int32_t kv_head) {
+Matrix LoadParts(const PlanImpl& plan, const ForwardParams& params, int32_t s, int32_t kv_head) {
   if (plan.parts == 1) return {};
+  const KeyValues& kv = params.kv;
   if (kv.reps != nullptr && plan.PartsInReps()) return LoadRows(plan, kv, s, kv_head);
-  return reference::RepresentParts(MethodOf(plan, kv_head), LoadKeys(plan, kv, s, kv_head), LoadFlags(plan, kv, s));
+  return reference::RepresentParts(MethodOf(plan, kv_head), LoadKeys(plan, params, s, kv_head), LoadFlags(plan, kv, s));
 }
 
 // The rows of one query's heads [first_head, first_head + heads).
@@ -108,7 +121,8 @@ std::span<const int32_t> Chosen(const PlanImpl& plan, const int32_t* selection, 
   return {list, count};
 }
 
-void Represent(const PlanImpl& plan, const KeyValues& kv, const Executor&) {
+void Represent(const PlanImpl& plan, const ForwardParams& params) {
+  const KeyValues& kv = params.kv;
   for (int32_t s = 0; s < static_cast<int32_t>(plan.seqs.size()); ++s) {
     const int32_t begin = plan.NumRepRows(plan.seqs[s].first_position());
     const int32_t end = plan.NumRepRows(plan.seqs[s].kv_len);
@@ -116,7 +130,7 @@ void Represent(const PlanImpl& plan, const KeyValues& kv, const Executor&) {
     const std::vector<uint8_t> flags = LoadFlags(plan, kv, s);
     for (int32_t kv_head = 0; kv_head < plan.num_kv_heads; ++kv_head) {
       const Method method = MethodOf(plan, kv_head);
-      const Matrix keys = LoadKeys(plan, kv, s, kv_head);
+      const Matrix keys = LoadKeys(plan, params, s, kv_head);
       const Matrix reps = plan.PartsInReps() ? reference::RepresentParts(method, keys, flags)
                                              : reference::Represent(method, keys, flags);
       for (int32_t r = begin; r < end; ++r) {
@@ -134,8 +148,8 @@ void Select(const PlanImpl& plan, const ForwardParams& params) {
     if (seq.q_len == 0) continue;
     for (int32_t kv_head = 0; kv_head < plan.num_kv_heads; ++kv_head) {
       const Method method = MethodOf(plan, kv_head);
-      const Matrix reps = LoadReps(plan, params.kv, s, kv_head);
-      const Matrix parts = LoadParts(plan, params.kv, s, kv_head);
+      const Matrix reps = LoadReps(plan, params, s, kv_head);
+      const Matrix parts = LoadParts(plan, params, s, kv_head);
       for (int32_t first = kv_head * plan.group; first < (kv_head + 1) * plan.group; first += choosing) {
         for (int32_t i = 0; i < seq.q_len; ++i) {
           const int64_t query = seq.q_start + i;
@@ -163,8 +177,8 @@ void Attend(const PlanImpl& plan, const ForwardParams& params) {
     if (seq.q_len == 0) continue;
     for (int32_t kv_head = 0; kv_head < plan.num_kv_heads; ++kv_head) {
       const Method method = MethodOf(plan, kv_head);
-      const Matrix k = LoadKeys(plan, params.kv, s, kv_head);
-      const Matrix v = LoadValues(plan, params.kv, s, kv_head);
+      const Matrix k = LoadKeys(plan, params, s, kv_head);
+      const Matrix v = LoadValues(plan, params, s, kv_head);
       for (int32_t h = kv_head * plan.group; h < (kv_head + 1) * plan.group; ++h) {
         for (int32_t i = 0; i < seq.q_len; ++i) {
           const int64_t query = seq.q_start + i;
@@ -184,7 +198,7 @@ void Attend(const PlanImpl& plan, const ForwardParams& params) {
 
 void Forward(const PlanImpl& plan, const ForwardParams& params) {
   if (plan.representation != Representation::kNone && params.kv.reps != nullptr) {
-    Represent(plan, params.kv, params.executor);
+    Represent(plan, params);
   }
   ForwardParams stages = params;
   std::vector<int32_t> selection;
@@ -197,12 +211,14 @@ void Forward(const PlanImpl& plan, const ForwardParams& params) {
 }
 
 void Backward(const PlanImpl& plan, const BackwardParams& params) {
+  auto read = Init<ForwardParams>();
+  read.kv = params.kv;
   for (int32_t s = 0; s < static_cast<int32_t>(plan.seqs.size()); ++s) {
     const PlanSequence& seq = plan.seqs[s];
     for (int32_t kv_head = 0; kv_head < plan.num_kv_heads; ++kv_head) {
       const Method method = MethodOf(plan, kv_head);
-      const Matrix k = LoadKeys(plan, params.kv, s, kv_head);
-      const Matrix v = LoadValues(plan, params.kv, s, kv_head);
+      const Matrix k = LoadKeys(plan, read, s, kv_head);
+      const Matrix v = LoadValues(plan, read, s, kv_head);
       Matrix d_k(k.rows, k.cols), d_v(v.rows, v.cols), d_q(1, k.cols);
       for (int32_t h = kv_head * plan.group; h < (kv_head + 1) * plan.group; ++h) {
         for (int32_t i = 0; i < seq.q_len; ++i) {

@@ -1,11 +1,12 @@
-// The element types of q, k, v and representatives, converted one scalar at a time without help from the hardware: for
-// the reference, for tests and for the rare scalar tails of the kernels.
+// The element types of q, k, v and representatives, and rows of 8-bit codes, converted one scalar at a time without
+// help from the hardware: for the reference, for tests and for the rare scalar tails of the kernels.
 #ifndef PHSA_BASE_DTYPE_H_
 #define PHSA_BASE_DTYPE_H_
 
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "base/errors.h"
 #include "phsa/c.h"
@@ -14,13 +15,14 @@ namespace phsa {
 
 inline bool IsDtype(int32_t dtype) { return dtype == PHSA_F32 || dtype == PHSA_F16 || dtype == PHSA_BF16; }
 
-inline constexpr size_t DtypeSize(int32_t dtype) { return dtype == PHSA_F32 ? 4 : 2; }
+inline constexpr size_t DtypeSize(int32_t dtype) { return dtype == PHSA_F32 ? 4 : dtype == PHSA_INT8 ? 1 : 2; }
 
 inline const char* DtypeName(int32_t dtype) {
   switch (dtype) {
     case PHSA_F32: return "f32";
     case PHSA_F16: return "f16";
     case PHSA_BF16: return "bf16";
+    case PHSA_INT8: return "int8";
     default: return "unknown";
   }
 }
@@ -93,6 +95,19 @@ inline float RoundTo(int32_t dtype, float value) {
     default: PHSA_CHECK(!"dtype");
   }
   return 0;
+}
+
+// Rows of PHSA_INT8: what a code stands for, as a number of `dtype`. Seven bits by eight: the product itself is exact.
+inline float FromCode(int8_t code, uint16_t scale, int32_t dtype) {
+  return RoundTo(dtype, static_cast<float>(code) * F32FromBf16(scale));
+}
+
+// The scale (bits of bf16) of a row whose largest magnitude is `largest`: rounded up, so that no code leaves ±127. NaN
+// where it is not finite, 0 where it is so small that the scale has no inverse.
+inline constexpr uint16_t CodeScale(float largest) {
+  if (!(largest <= std::numeric_limits<float>::max())) return 0x7fc0u;
+  if (largest <= 0x1p-100f) return 0;
+  return static_cast<uint16_t>((std::bit_cast<uint32_t>(largest / 127) + 0xffffu) >> 16);
 }
 
 }  // namespace phsa

@@ -41,8 +41,8 @@ void AddRunFlags(CLI::App& command, ModelFlags& flags) {
                      "where the model runs: auto (a GPU that can, else the CPU), cpu, cuda, cuda:N");
   command.add_option("--weights", flags.weights, "how weights are kept: auto, f32, bf16, int8")
       ->check(CLI::IsMember({"auto", "f32", "bf16", "int8"}));
-  command.add_option("--kv-type", flags.kv_type, "type of the KV cache: auto, f32, f16, bf16")
-      ->check(CLI::IsMember({"auto", "f32", "f16", "bf16"}));
+  command.add_option("--kv-type", flags.kv_type, "type of the KV cache: auto, f32, f16, bf16, int8")
+      ->check(CLI::IsMember({"auto", "f32", "f16", "bf16", "int8"}));
   command.add_option("--chunk", flags.chunk, "tokens of the prompt that are read in one step; 0: 512, on a GPU 8192");
 }
 

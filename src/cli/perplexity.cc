@@ -113,7 +113,7 @@ void RunPerplexity(const PerplexityFlags& flags) {
   for (const LayerSettings& attention : policies) {
     engine->SetAttention(attention);
     std::optional<RecallMeter> recall;
-    if (flags.recall) recall.emplace(engine->config(), engine->cache().layout().dtype);
+    if (flags.recall) recall.emplace(engine->config(), engine->cache().layout().kv_type);
     RecallMeter* const meter = recall ? &*recall : nullptr;
     ProgressBar bar("reading");
     const PerplexityResult result = Perplexity(*engine, tokens, PrefillCallbacks(bar), meter);

@@ -24,7 +24,7 @@ void CheckFits(const MemoryPlan& plan) {
   if (plan.total() <= plan.available) return;
   const Option context{"context"}, weights{"weights", "int8"};
   ThrowInvalid("{}: it does not fit; {} needs less", plan.Text(),
-               plan.gpu.empty() ? fmt::format("a smaller {}, {} or {}", context, Option{"kv_type", "bf16"}, weights)
+               plan.gpu.empty() ? fmt::format("a smaller {}, {} or {}", context, Option{"kv_type", "int8"}, weights)
                                 : fmt::format("a smaller {} or {}, {} or {}", context, Option{"chunk"}, weights,
                                               Option{"device", "cpu"}));
 }

@@ -37,7 +37,7 @@ std::string TextCache::NameOf(const Engine& engine, const TextAttention* attenti
   }
   // RestoreSequence judges it too; here it keeps two precisions from taking each other's place.
   const PageLayout& layout = engine.cache().layout();
-  add(fmt::format("{} {}", layout.dtype, layout.page_bytes));
+  add(fmt::format("{} {}", layout.kv_type, layout.page_bytes));
   return hash.Hex().substr(0, 16) + "-";
 }
 

@@ -135,7 +135,7 @@ class Runner {
                         [&text, &plan, recall, cost, i, this](const auto& done) {
                           engine_.SetAttention(Attention(i));
                           std::optional<RecallMeter> meter;
-                          if (recall) meter.emplace(engine_.config(), engine_.cache().layout().dtype);
+                          if (recall) meter.emplace(engine_.config(), engine_.cache().layout().kv_type);
                           PerplexityResult one =
                               Perplexity(engine_, plan.tokens, Reading(done, cost), meter ? &*meter : nullptr);
                           if (one.tokens == 0) return;

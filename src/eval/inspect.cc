@@ -16,7 +16,7 @@ constexpr std::string_view kReplacement = "\xef\xbf\xbd";
 class Watcher {
  public:
   Watcher(Engine& engine, int32_t first_position)
-      : probe_(engine.config(), engine.cache().layout().dtype),
+      : probe_(engine.config(), engine.cache().layout().kv_type),
         num_q_heads_(engine.config().num_q_heads),
         first_position_(first_position) {}
 

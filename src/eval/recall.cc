@@ -9,11 +9,11 @@
 
 namespace phsa {
 
-RecallProbe::RecallProbe(const ModelConfig& config, int32_t kv_dtype)
+RecallProbe::RecallProbe(const ModelConfig& config, int32_t kv_type)
     : num_q_heads_(config.num_q_heads),
       num_kv_heads_(config.num_kv_heads),
       head_dim_(config.head_dim),
-      kv_dtype_(kv_dtype) {}
+      kv_type_(kv_type) {}
 
 std::span<const float> RecallProbe::Measure(const LayerAttention& attention, int32_t rows) {
   PHSA_CHECK(attention.q_lens.size() == 1 && rows >= 1 && rows <= attention.q_lens[0]);
@@ -21,7 +21,8 @@ std::span<const float> RecallProbe::Measure(const LayerAttention& attention, int
   const int64_t first = attention.q_lens[0] - rows;
   PlanDesc desc;
   desc.settings.policy = Policy::kDense;
-  desc.dtype = kv_dtype_;
+  desc.dtype = AttentionType(kv_type_);
+  desc.kv_dtype = kv_type_;
   desc.num_q_heads = num_q_heads_;
   desc.num_kv_heads = num_kv_heads_;
   desc.head_dim = head_dim_;
@@ -34,16 +35,16 @@ std::span<const float> RecallProbe::Measure(const LayerAttention& attention, int
 
   const int64_t width = int64_t{num_q_heads_} * head_dim_;
   const auto count = static_cast<size_t>(rows) * static_cast<size_t>(num_q_heads_);
-  const size_t out_bytes = static_cast<size_t>(rows * width) * DtypeSize(kv_dtype_);
+  const size_t element = DtypeSize(desc.dtype), out_bytes = static_cast<size_t>(rows * width) * element;
   if (out_.size() < out_bytes) out_ = Buffer(out_bytes);
   if (workspace_.size() < plan.WorkspaceSize()) workspace_ = Buffer(plan.WorkspaceSize());
   dense_lse_.resize(count);
   auto forward = Init<ForwardParams>();
-  forward.q =
-      static_cast<const uint8_t*>(read.q) + static_cast<size_t>(first * read.q_token_stride) * DtypeSize(kv_dtype_);
+  forward.q = static_cast<const uint8_t*>(read.q) + static_cast<size_t>(first * read.q_token_stride) * element;
   forward.q_token_stride = read.q_token_stride;
   forward.q_head_stride = read.q_head_stride;
   forward.kv = read.kv;
+  forward.kv_scales = read.kv_scales;
   forward.out = out_.data();  // not the layer's: the model goes on with that
   forward.out_token_stride = width;
   forward.out_head_stride = head_dim_;
@@ -59,8 +60,8 @@ std::span<const float> RecallProbe::Measure(const LayerAttention& attention, int
   return recall_;
 }
 
-RecallMeter::RecallMeter(const ModelConfig& config, int32_t kv_dtype)
-    : probe_(config, kv_dtype),
+RecallMeter::RecallMeter(const ModelConfig& config, int32_t kv_type)
+    : probe_(config, kv_type),
       num_layers_(config.num_layers),
       num_q_heads_(config.num_q_heads),
       num_kv_heads_(config.num_kv_heads),

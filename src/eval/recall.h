@@ -28,12 +28,12 @@ class Observing {
 // Runs dense attention on what a layer's attention read, for its log-sum-exp.
 class RecallProbe {
  public:
-  RecallProbe(const ModelConfig& config, int32_t kv_dtype);
+  RecallProbe(const ModelConfig& config, int32_t kv_type);  // of the cache
   // Of the last `rows` queries of a step with one sequence: [rows][q head], at most 1, valid until the next call.
   std::span<const float> Measure(const LayerAttention& attention, int32_t rows);
 
  private:
-  int32_t num_q_heads_, num_kv_heads_, head_dim_, kv_dtype_;
+  int32_t num_q_heads_, num_kv_heads_, head_dim_, kv_type_;
   Buffer out_, workspace_;
   std::vector<float> dense_lse_, recall_;
 };
@@ -41,7 +41,7 @@ class RecallProbe {
 // The mean over queries, layers and query heads of all steps of a run.
 class RecallMeter {
  public:
-  RecallMeter(const ModelConfig& config, int32_t kv_dtype);
+  RecallMeter(const ModelConfig& config, int32_t kv_type);
   void Add(const LayerAttention& attention);  // an AttentionObserver, for steps with one sequence
 
   struct Mean {

@@ -60,7 +60,7 @@ class LineMap {
   std::vector<size_t> from_, to_;
 };
 
-void KeysAsFloats(const void* from, int32_t dtype, int64_t offset, int32_t count, float* to, int32_t stride) {
+void AsFloats(const void* from, int32_t dtype, int64_t offset, int32_t count, float* to, int32_t stride) {
   for (int32_t i = 0; i < count; ++i) {
     const auto at = static_cast<size_t>(offset + i);
     switch (dtype) {
@@ -74,10 +74,10 @@ void KeysAsFloats(const void* from, int32_t dtype, int64_t offset, int32_t count
 // What the answer's queries gave to each sentence, by head, from the attention of all layers.
 class MassMeter {
  public:
-  MassMeter(const ModelConfig& config, int32_t kv_dtype, std::vector<int32_t> sentence_of, int32_t sentences,
+  MassMeter(const ModelConfig& config, int32_t kv_type, std::vector<int32_t> sentence_of, int32_t sentences,
             int32_t first_query, int32_t queries)
       : config_(config),
-        kv_dtype_(kv_dtype),
+        kv_type_(kv_type),
         sentence_of_(std::move(sentence_of)),
         sentences_(static_cast<size_t>(sentences)),
         first_query_(first_query),
@@ -201,8 +201,8 @@ class MassMeter {
     std::vector<float> queries(rows_.size() * static_cast<size_t>(dim)), keys(static_cast<size_t>(dim) * kTile);
     for (size_t i = 0; i < rows_.size(); ++i) {
       float* const query = queries.data() + i * static_cast<size_t>(dim);
-      KeysAsFloats(params.q, kv_dtype_, rows_[i].row * params.q_token_stride + head * params.q_head_stride, dim, query,
-                   1);
+      AsFloats(params.q, AttentionType(kv_type_), rows_[i].row * params.q_token_stride + head * params.q_head_stride,
+               dim, query, 1);
       for (int32_t d = 0; d < dim; ++d) query[d] *= scale;
     }
     std::vector<Use>& uses = uses_[static_cast<size_t>(head)];
@@ -232,10 +232,7 @@ class MassMeter {
       }
       const int64_t page = params.kv.page_table[first / kPageTokens];
       for (int32_t t = 0; t < count; ++t) {
-        KeysAsFloats(
-            params.kv.k, kv_dtype_,
-            page * params.kv.k_page_stride + t * params.kv.k_token_stride + head / group * params.kv.k_head_stride, dim,
-            keys.data() + t, kTile);
+        LoadKey(params, page, t, head / group, keys.data() + t);
       }
       for (size_t i = 0; i < rows_.size(); ++i) {
         logits[i] = zero;
@@ -275,6 +272,17 @@ class MassMeter {
     AddOthers(found, others_[index]);
   }
 
+  // One key of a page, its elements kTile apart.
+  void LoadKey(const ForwardParams& params, int64_t page, int32_t t, int32_t kv_head, float* to) const {
+    const KeyValues& kv = params.kv;
+    const int64_t at = page * kv.k_page_stride + t * kv.k_token_stride + kv_head * kv.k_head_stride;
+    if (kv_type_ != PHSA_INT8) return AsFloats(kv.k, kv_type_, at, config_.head_dim, to, kTile);
+    const KvScales& scales = params.kv_scales;
+    const uint16_t scale = scales.k[page * scales.page_stride + t * scales.token_stride + kv_head * scales.head_stride];
+    const int8_t* const codes = static_cast<const int8_t*>(kv.k) + at;
+    for (int32_t d = 0; d < config_.head_dim; ++d) to[d * kTile] = FromCode(codes[d], scale, AttentionType(kv_type_));
+  }
+
   // Adds what one step found to what those before it did; both ascend by token.
   static void AddOthers(const std::vector<std::pair<int32_t, float>>& found,
                         std::vector<std::pair<int32_t, float>>& all) {
@@ -312,7 +320,7 @@ class MassMeter {
   }
 
   const ModelConfig& config_;
-  int32_t kv_dtype_;
+  int32_t kv_type_;
   std::vector<int32_t> sentence_of_;  // [token]: -1: of no text
   size_t sentences_;
   int32_t first_query_, end_query_, stride_;
@@ -467,7 +475,7 @@ class SourceSearch::Impl {
         ++index;
       }
     }
-    meter_.emplace(engine.config(), engine.cache().layout().dtype, std::move(sentence_of), sentences, first_query,
+    meter_.emplace(engine.config(), engine.cache().layout().kv_type, std::move(sentence_of), sentences, first_query,
                    queries);
     others_end_ = std::min(end, first_query);
     at_ = FirstRead(texts_, prompt_tokens);

@@ -33,7 +33,7 @@ namespace phsa {
 // What a backend is made with.
 struct BackendOptions {
   WeightsMode weights = WeightsMode::kAuto;
-  int32_t kv_dtype = PHSA_F32;  // phsa_dtype of the cache's pages
+  int32_t kv_dtype = PHSA_F32;  // phsa_dtype of the cache's keys and values
   int32_t max_rows = 1;         // the most tokens of a step
   int32_t device_index = 0;     // which of several devices of a kind
 };
@@ -76,7 +76,7 @@ struct StepRows {
 
 // What the attention of a layer read and gave for the rows of a group, in host memory.
 struct AttentionTrace {
-  const void* queries = nullptr;        // [row][q head][head_dim] in the cache's dtype; valid until the next call
+  const void* queries = nullptr;        // [row][q head][head_dim] in the layout's dtype; valid until the next call
   std::vector<float> lse;               // [row][q head]
   std::vector<int32_t> selection;       // [row][selection heads][selection slots] of the plan; empty: nothing is chosen
   std::vector<float> selection_scores;  // as selection

@@ -11,13 +11,14 @@ namespace {
 
 // A layer's part of the pages of a group's texts, as the host can read it: where the cache lies, or copied to `copy`.
 // page_table: filled where it is a copy.
-KeyValues HostView(const StepRows& rows, const StepGroup& group, int32_t layer, Buffer& copy,
-                   std::vector<int32_t>& page_table) {
+void HostView(const StepRows& rows, const StepGroup& group, int32_t layer, Buffer& copy,
+              std::vector<int32_t>& page_table, ForwardParams& seen) {
   const KvCache& cache = *rows.cache;
   const int64_t stride = rows.page_table_stride;
   const int32_t* const table = rows.page_table.data() + static_cast<int64_t>(group.first_item) * stride;
-  KeyValues kv = cache.View(layer, table, stride, *group.layout);
-  if (cache.memory().on_host()) return kv;
+  KeyValues& kv = seen.kv = cache.View(layer, table, stride, *group.layout);
+  seen.kv_scales = cache.Scales(layer);
+  if (cache.memory().on_host()) return;
 
   const PageLayout& layout = *group.layout;
   const auto index = static_cast<size_t>(layer);
@@ -47,9 +48,14 @@ KeyValues HostView(const StepRows& rows, const StepGroup& group, int32_t layer, 
   kv.flags = copy.data();
   if (kv.reps != nullptr) kv.reps = first + (at.representatives - begin);
   kv.flags_page_stride = static_cast<int64_t>(bytes);
-  kv.k_page_stride = kv.v_page_stride = kv.rep_page_stride = static_cast<int64_t>(bytes / DtypeSize(layout.dtype));
+  kv.k_page_stride = kv.v_page_stride = static_cast<int64_t>(bytes / DtypeSize(layout.kv_type));
+  kv.rep_page_stride = static_cast<int64_t>(bytes / DtypeSize(layout.dtype));
+  if (layout.kv_type == PHSA_INT8) {
+    seen.kv_scales.k = reinterpret_cast<const uint16_t*>(first + (at.key_scales - begin));
+    seen.kv_scales.v = reinterpret_cast<const uint16_t*>(first + (at.value_scales - begin));
+    seen.kv_scales.page_stride = static_cast<int64_t>(bytes / sizeof(uint16_t));
+  }
   kv.page_table = page_table.data();
-  return kv;
 }
 
 void FindWanted(std::span<const BatchItem> batch, StepRows& rows, std::vector<std::pair<int32_t, int32_t>>& places) {
@@ -133,7 +139,7 @@ void Decoder::Append(std::span<const BatchItem> batch, StepRows& rows) {
 
 PlanDesc Decoder::Describe(const StepRows& rows, size_t first_item, size_t num_items, const Settings& settings,
                            int32_t window) const {
-  PlanDesc desc = PagedPlan(config_, settings, rows.cache->layout().dtype);
+  PlanDesc desc = PagedPlan(config_, settings, rows.cache->layout().kv_type);
   desc.window = window;
   desc.num_seqs = static_cast<int32_t>(num_items);
   desc.q_lens = rows.q_lens.data() + first_item;
@@ -180,7 +186,7 @@ void Decoder::Attend(int32_t layer, const StepRows& rows, const StepGroup& group
   seen.q = trace_.queries;
   seen.q_token_stride = int64_t{config_.num_q_heads} * config_.head_dim;
   seen.q_head_stride = config_.head_dim;
-  seen.kv = HostView(rows, group, layer, host_pages_, page_table);
+  HostView(rows, group, layer, host_pages_, page_table, seen);
   seen.lse = trace_.lse.data();
   if (!trace_.selection.empty()) {
     seen.selection = trace_.selection.data();

@@ -14,10 +14,11 @@ size_t Align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 }  // namespace
 
-PlanDesc PagedPlan(const ModelConfig& config, const Settings& settings, int32_t dtype) {
+PlanDesc PagedPlan(const ModelConfig& config, const Settings& settings, int32_t kv_type) {
   PlanDesc desc;
   desc.settings = settings;
-  desc.dtype = dtype;
+  desc.dtype = AttentionType(kv_type);
+  desc.kv_dtype = kv_type;
   desc.num_q_heads = config.num_q_heads;
   desc.num_kv_heads = config.num_kv_heads;
   desc.head_dim = config.head_dim;
@@ -27,20 +28,26 @@ PlanDesc PagedPlan(const ModelConfig& config, const Settings& settings, int32_t 
 }
 
 int32_t KvTypeFromName(std::string_view name) {
-  for (const int32_t dtype : {PHSA_F32, PHSA_F16, PHSA_BF16}) {
+  for (const int32_t dtype : {PHSA_F32, PHSA_F16, PHSA_BF16, PHSA_INT8}) {
     if (name == DtypeName(dtype)) return dtype;
   }
-  ThrowInvalid("{} is {}; allowed: f32, f16, bf16", Option{"kv_type"}, Quoted(name));
+  ThrowInvalid("{} is {}; allowed: f32, f16, bf16, int8", Option{"kv_type"}, Quoted(name));
 }
 
-PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings, int32_t kv_dtype, size_t room)
-    : dtype(kv_dtype), num_layers(config.num_layers), num_kv_heads(config.num_kv_heads), head_dim(config.head_dim) {
+PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings, int32_t type, size_t room)
+    : kv_type(type),
+      dtype(AttentionType(type)),
+      num_layers(config.num_layers),
+      num_kv_heads(config.num_kv_heads),
+      head_dim(config.head_dim) {
   const size_t element = DtypeSize(dtype);
-  const size_t keys = Align(element * kPageTokens * static_cast<size_t>(num_kv_heads) * static_cast<size_t>(head_dim));
+  const size_t rows = kPageTokens * static_cast<size_t>(num_kv_heads);
+  const size_t keys = Align(DtypeSize(kv_type) * rows * static_cast<size_t>(head_dim));
+  const size_t scales = kv_type == PHSA_INT8 ? Align(rows * sizeof(uint16_t)) : 0;
   page_bytes = Align(kPageTokens);  // flags
   for (int32_t i = 0; i < num_layers; ++i) {
     // The attention says how wide representatives are and how many of them a page completes; a plan of one page asks.
-    PlanDesc desc = PagedPlan(config, SettingsOfLayer(config, settings, i), dtype);
+    PlanDesc desc = PagedPlan(config, SettingsOfLayer(config, settings, i), kv_type);
     const int32_t tokens = kPageTokens;
     desc.num_seqs = 1;
     desc.q_lens = desc.kv_lens = &tokens;
@@ -48,7 +55,9 @@ PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings,
     Layer layer;
     layer.keys = page_bytes;
     layer.values = layer.keys + keys;
-    layer.representatives = layer.values + keys;
+    layer.key_scales = layer.values + keys;
+    layer.value_scales = layer.key_scales + scales;
+    layer.representatives = layer.value_scales + scales;
     size_t bytes = Align(room);
     if (plan.SelectionSlots() > 0) {
       layer.rep_width = plan.RepWidth();
@@ -59,13 +68,13 @@ PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings,
     }
     page_bytes = layer.representatives + bytes;
     representative_bytes += bytes;
-    key_value_bytes += 2 * keys;
+    key_value_bytes += 2 * (keys + scales);
     layers.push_back(layer);
   }
 }
 
-size_t PageLayout::RepresentativeRoom(const ModelConfig& config, const LayerSettings& settings, int32_t dtype) {
-  const PageLayout layout(config, settings, dtype);
+size_t PageLayout::RepresentativeRoom(const ModelConfig& config, const LayerSettings& settings, int32_t kv_type) {
+  const PageLayout layout(config, settings, kv_type);
   size_t most = 0;
   for (size_t i = 0; i < layout.layers.size(); ++i) {
     const size_t end = i + 1 < layout.layers.size() ? layout.layers[i + 1].keys : layout.page_bytes;
@@ -76,7 +85,7 @@ size_t PageLayout::RepresentativeRoom(const ModelConfig& config, const LayerSett
 
 KvCache::KvCache(PageLayout layout, int32_t num_pages, std::unique_ptr<PageMemory> memory)
     : layout_(std::move(layout)),
-      page_elements_(static_cast<int64_t>(layout_.page_bytes / DtypeSize(layout_.dtype))),
+      page_elements_(static_cast<int64_t>(layout_.page_bytes / DtypeSize(layout_.kv_type))),
       num_pages_(num_pages),
       memory_(std::move(memory)) {
   PHSA_CHECK(num_pages > 0 && memory_ != nullptr);
@@ -116,11 +125,23 @@ KeyValues KvCache::View(int32_t layer, const int32_t* page_table, int64_t page_t
     kv.reps = memory + at.representatives;
     kv.rep_head_stride = at.rep_width;
     kv.rep_row_stride = int64_t{layout_.num_kv_heads} * at.rep_width;
-    kv.rep_page_stride = page_elements();
+    kv.rep_page_stride = static_cast<int64_t>(layout_.page_bytes / DtypeSize(layout_.dtype));
   }
   kv.page_table = page_table;
   kv.page_table_stride = page_table_stride;
   return kv;
+}
+
+KvScales KvCache::Scales(int32_t layer) const {
+  KvScales scales{};
+  if (layout_.kv_type != PHSA_INT8) return scales;
+  const PageLayout::Layer& at = layout_.layers[static_cast<size_t>(layer)];
+  scales.k = reinterpret_cast<const uint16_t*>(memory_->data() + at.key_scales);
+  scales.v = reinterpret_cast<const uint16_t*>(memory_->data() + at.value_scales);
+  scales.token_stride = 1;
+  scales.head_stride = kPageTokens;
+  scales.page_stride = scale_page_stride();
+  return scales;
 }
 
 Sequence::Sequence(KvCache& cache, std::shared_ptr<const TextAttention> attention)

@@ -21,26 +21,33 @@ namespace phsa {
 inline constexpr int32_t kPageTokens = 128;
 inline constexpr size_t PagesFor(size_t tokens) { return tokens / kPageTokens + (tokens % kPageTokens != 0 ? 1 : 0); }
 
-// A plan of a model's attention over such pages; lengths and device are for the caller to add.
-PlanDesc PagedPlan(const ModelConfig& config, const Settings& settings, int32_t dtype);
+// A plan of a model's attention over such pages of a cache of that type; lengths and device are for the caller to add.
+PlanDesc PagedPlan(const ModelConfig& config, const Settings& settings, int32_t kv_type);
 
-int32_t KvTypeFromName(std::string_view name);  // phsa_dtype of f32, f16, bf16; throws phsa::Error
+int32_t KvTypeFromName(std::string_view name);  // phsa_dtype of f32, f16, bf16, int8; throws phsa::Error
+
+// What queries, representatives and the attention's output have beside keys and values of that type: 8-bit ones are
+// computed with as bf16.
+inline constexpr int32_t AttentionType(int32_t kv_type) { return kv_type == PHSA_INT8 ? PHSA_BF16 : kv_type; }
 
 // Where things lie in a page; all in bytes, every part aligned to 64.
-//   [flags: kPageTokens][layer 0: K [kv_head][token][head_dim], V likewise, representatives
-//   [row][kv_head][width]][layer 1] …
+//   [flags: kPageTokens][layer 0: K [kv_head][token][head_dim], V likewise, of 8-bit K and V the scales
+//   [kv_head][token] of K, then of V, representatives [row][kv_head][width]][layer 1] …
+// A token's scales are its own, so that what its neighbours in the page are changes nothing, and stand apart, so that
+// rows of codes begin where vectors do.
 struct PageLayout {
   // `room`: bytes that each layer of a page has for representatives at least. Layouts of a model with the same room
   // agree in all offsets as long as it suffices.
-  PageLayout(const ModelConfig& config, const LayerSettings& settings, int32_t dtype, size_t room = 0);
+  PageLayout(const ModelConfig& config, const LayerSettings& settings, int32_t kv_type, size_t room = 0);
   // The room that the representatives of these settings take.
-  static size_t RepresentativeRoom(const ModelConfig& config, const LayerSettings& settings, int32_t dtype);
+  static size_t RepresentativeRoom(const ModelConfig& config, const LayerSettings& settings, int32_t kv_type);
 
-  int32_t dtype = PHSA_F32;
+  int32_t kv_type = PHSA_F32;  // of K and V
+  int32_t dtype = PHSA_F32;    // AttentionType of it
   int32_t num_layers = 0, num_kv_heads = 0, head_dim = 0;
   struct Layer {
-    size_t keys = 0, values = 0, representatives = 0;  // offsets
-    int32_t rep_width = 0, rep_rows = 0;               // 0: nothing is chosen in this layer
+    size_t keys = 0, values = 0, key_scales = 0, value_scales = 0, representatives = 0;  // offsets
+    int32_t rep_width = 0, rep_rows = 0;  // 0: nothing is chosen in this layer
   };
   std::vector<Layer> layers;
   // Tokens of the page behind it that a page's last representatives cover (infllm2-64's span two blocks). As long as
@@ -81,6 +88,8 @@ class KvCache {
   // What the attention of a layer reads, where the memory is; the page tables are the caller's, and lie there too.
   // `layout`: that of the texts.
   KeyValues View(int32_t layer, const int32_t* page_table, int64_t page_table_stride, const PageLayout& layout) const;
+  // The scales of its 8-bit keys and values; of other types there are none.
+  KvScales Scales(int32_t layer) const;
   // Where token `offset` of `page` lies, in elements from View(layer).k or .v; heads are kPageTokens · head_dim apart.
   int64_t TokenElement(int32_t page, int32_t offset) const {
     return page * page_elements() + int64_t{offset} * layout_.head_dim;
@@ -91,11 +100,16 @@ class KvCache {
     return token_element / page_elements() * static_cast<int64_t>(layout_.page_bytes) +
            token_element % page_elements() / layout_.head_dim;
   }
+  // Where the scales of the token at this TokenElement lie from those of Scales(layer).
+  int64_t ScaleElement(int64_t token_element) const {
+    return token_element / page_elements() * scale_page_stride() + token_element % page_elements() / layout_.head_dim;
+  }
 
  private:
   int64_t page_elements() const { return page_elements_; }
+  int64_t scale_page_stride() const { return static_cast<int64_t>(layout_.page_bytes / sizeof(uint16_t)); }
   PageLayout layout_;
-  int64_t page_elements_;  // of the cache's dtype
+  int64_t page_elements_;  // of the cache's type
   int32_t num_pages_;
   std::unique_ptr<PageMemory> memory_;
   std::vector<int32_t> free_, owners_;

@@ -22,27 +22,31 @@ constexpr const char* kReadAgain = "remove the file, and the text is read again"
 constexpr size_t kWindowBytes = 4096, kWindows = 16;
 
 std::string LayoutInWords(const PageLayout& layout) {
-  return fmt::format("{} pages of {} tokens, {} bytes: {} layers, {} KV heads, head_dim {}", DtypeName(layout.dtype),
+  return fmt::format("{} pages of {} tokens, {} bytes: {} layers, {} KV heads, head_dim {}", DtypeName(layout.kv_type),
                      kPageTokens, layout.page_bytes, layout.num_layers, layout.num_kv_heads, layout.head_dim);
 }
 
 // A page of which only the first `tokens` are this text's: what earlier texts left behind does not go into a file.
 void ClearBeyond(const PageLayout& layout, size_t tokens, std::span<uint8_t> page) {
-  const size_t element = DtypeSize(layout.dtype), row = element * static_cast<size_t>(layout.head_dim);
+  const size_t row = DtypeSize(layout.kv_type) * static_cast<size_t>(layout.head_dim);
   const auto heads = static_cast<size_t>(layout.num_kv_heads);
   const auto clear = [&](size_t begin, size_t end) {
     std::fill(page.begin() + static_cast<int64_t>(begin), page.begin() + static_cast<int64_t>(end), uint8_t{0});
   };
   clear(tokens, kPageTokens);  // flags
   for (const PageLayout::Layer& layer : layout.layers) {
-    for (const size_t part : {layer.keys, layer.values}) {
+    const auto clear_rows = [&](size_t part, size_t bytes) {
       for (size_t head = 0; head < heads; ++head) {
-        clear(part + (head * kPageTokens + tokens) * row, part + (head + 1) * kPageTokens * row);
+        clear(part + (head * kPageTokens + tokens) * bytes, part + (head + 1) * kPageTokens * bytes);
       }
+    };
+    for (const size_t part : {layer.keys, layer.values}) clear_rows(part, row);
+    if (layout.kv_type == PHSA_INT8) {
+      for (const size_t part : {layer.key_scales, layer.value_scales}) clear_rows(part, sizeof(uint16_t));
     }
     const auto rows = static_cast<size_t>(layer.rep_rows);
     if (rows == 0) continue;
-    const size_t width = element * static_cast<size_t>(layer.rep_width) * heads;
+    const size_t width = DtypeSize(layout.dtype) * static_cast<size_t>(layer.rep_width) * heads;
     clear(layer.representatives + tokens * rows / kPageTokens * width, layer.representatives + rows * width);
   }
 }

@@ -133,6 +133,10 @@ void Rope(const RopeParams& p, const phsa_executor& executor) {
         x = head;
       }
       k.rotate(x, cos, cos + half, half, head);
+      if (p.channel_scale != nullptr) {
+        k.scale_by(head, 1, p.channel_scale + int64_t{h} * p.head_dim, p.head_dim, head);
+      }
+      if (p.mix) k.mix(head, p.head_dim);
       k.from_f32(head, p.out_dtype, p.head_dim,
                  OutRow(p.out, p.out_dtype, p.out_rows, p.out_row_stride, r, h * p.out_head_stride));
     }
@@ -156,6 +160,14 @@ void LoadRows(int32_t dtype, const void* x, int64_t x_row_stride, int32_t m, int
     const auto* row = static_cast<const uint8_t*>(x) + r * x_row_stride * static_cast<int64_t>(DtypeSize(dtype));
     k.to_f32(row, dtype, dim, out + r * out_stride);
   });
+}
+
+void StoreCodes(const float* x, int64_t x_stride, int32_t m, int32_t dim, int8_t* codes, const int64_t* code_rows,
+                uint16_t* scales, const int64_t* scale_rows, const phsa_executor& executor) {
+  const ops::Kernels& k = ops::ActiveKernels();
+  constexpr int kCost = 2;
+  ForRows(m, int64_t{kCost} * dim, executor,
+          [&](int32_t r) { scales[scale_rows[r]] = k.to_codes(x + r * x_stride, dim, codes + code_rows[r]); });
 }
 
 double LogSumExp(const float* x, int64_t count) {

@@ -54,6 +54,11 @@ struct RopeParams {
   const float* cos_sin = nullptr;          // [m][2][head_dim / 2]
   const float* norm = nullptr;
   float eps = 0;
+  // [heads][head_dim] or null: what the channels are multiplied with after the turn.
+  const float* channel_scale = nullptr;
+  // Then mixes the channels of a head, each becoming a sum of all with one size and other signs. Scores of queries and
+  // keys that both are mixed stay what they are.
+  bool mix = false;
   int32_t out_dtype = PHSA_F32;
   void* out = nullptr;
   const int64_t* out_rows = nullptr;
@@ -67,6 +72,11 @@ void StoreRows(const float* x, int64_t x_stride, int32_t m, int32_t dim, int32_t
                const int64_t* out_rows, int64_t out_row_stride, const phsa_executor& executor);
 void LoadRows(int32_t dtype, const void* x, int64_t x_row_stride, int32_t m, int32_t dim, float* out,
               int64_t out_stride, const phsa_executor& executor);
+
+// Rows [m][dim] as 8-bit codes, each with the least scale (bf16) that keeps them within ±127: row r at
+// codes + code_rows[r], its scale at scales + scale_rows[r]. A row that is not finite gets a scale that is no number.
+void StoreCodes(const float* x, int64_t x_stride, int32_t m, int32_t dim, int8_t* codes, const int64_t* code_rows,
+                uint16_t* scales, const int64_t* scale_rows, const phsa_executor& executor);
 
 // log(sum(exp(x))) of `count` logits, in double precision over a fixed order: for losses and probabilities.
 double LogSumExp(const float* x, int64_t count);

@@ -154,10 +154,10 @@ def perplexities(model, *args):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_recall_is_one_where_everything_is_read(tiny):
-    rows = perplexities(
-        tiny, "-c", 200, "--attention", "dense,phsa", "-K", "100", "--init", 16, "--local", 16, "--recall"
-    )
+@pytest.mark.parametrize("kv_type", ["auto", "int8"])
+def test_recall_is_one_where_everything_is_read(tiny, kv_type):
+    flags = ("--init", 16, "--local", 16, "--recall", "--kv-type", kv_type)
+    rows = perplexities(tiny, "-c", 200, "--attention", "dense,phsa", "-K", "100", *flags)
     for row in rows:
         assert row["recall"] == pytest.approx(1, abs=1e-4)
         assert row["recall_sparse"] is None and row["recall_sparse_by_layer"] == [None]

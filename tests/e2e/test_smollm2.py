@@ -91,7 +91,7 @@ def test_ids_are_those_of_transformers(smollm2):
     assert [int(i) for i in ours.split()] == tokenizer(text, add_special_tokens=False).input_ids
 
 
-@pytest.mark.parametrize("weights, kv_type", [("f32", "f32"), ("auto", "bf16"), ("int8", "f16")])
+@pytest.mark.parametrize("weights, kv_type", [("f32", "f32"), ("auto", "bf16"), ("int8", "f16"), ("auto", "int8")])
 def test_chunks_and_threads_change_no_bit(smollm2, weights, kv_type):
     ids = token_ids(smollm2)[:96]
     whole = our_logits(smollm2, ids, weights, kv_type, chunk=96, threads=1)

@@ -163,6 +163,7 @@ def test_a_prompt_cache_of_something_else_is_refused(plain, carrying, tmp_path):
 
     refuse("--attention", "phsa", words=["attention", "dense"])
     refuse("--weights", "f32", "--kv-type", "bf16", words=["weights"])
+    refuse("--kv-type", "int8", words=["layout", "int8"])
     whole = cache.read_bytes()
     cache.write_bytes(whole[:-100])
     refuse(words=["cut"])
@@ -220,7 +221,7 @@ def cache_check(model, ids, weights, kv_type, threads, tmp_path, settings=SETTIN
 
 
 @pytest.mark.parametrize("tokens", [304, pytest.param(400, marks=pytest.mark.long)])
-@pytest.mark.parametrize("weights, kv_type", [("f32", "f32"), ("auto", "bf16")])
+@pytest.mark.parametrize("weights, kv_type", [("f32", "f32"), ("auto", "bf16"), ("auto", "int8")])
 def test_however_the_text_comes_the_choices_are_the_same(smollm2, weights, kv_type, tokens, tmp_path):
     out = run_phsa("tokenize", smollm2, "-f", TEXT, "--ids", "--no-special").stdout
     ids = [int(i) for i in out.split()][:tokens]

@@ -145,19 +145,18 @@ class TileAttention {
 
   // Whether the values of a whole chunk can be read where they lie.
   bool ValuesInPlace() const {
-    return plan_.dtype == PHSA_F32 && (plan_.page_size == 0 || plan_.page_size % kChunk == 0);
+    return plan_.kv_dtype == PHSA_F32 && (plan_.page_size == 0 || plan_.page_size % kChunk == 0);
   }
 
   // Keys (and values, unless they are read in place) of tokens [lo, hi) at their places in the chunk.
   void PackChunk(int32_t lo, int32_t hi, int32_t chunk) {
     for (int32_t t = lo / kPanel * kPanel; t < hi; t += kPanel) {
       const int32_t n = std::min(kPanel, hi - t);
-      PackPanel(products_, At(kv_.k, plan_.dtype, KeyOffset(plan_, kv_, tile_.seq, t, tile_.kv_head)),
-                kv_.k_token_stride, plan_.dtype, n, plan_.head_dim, s_.panels + (t - chunk) / kPanel * panel_size_);
+      PackKeys(plan_, call_.params, products_, tile_.seq, t, tile_.kv_head, n,
+               s_.panels + (t - chunk) / kPanel * panel_size_);
       if (!ValuesInPlace()) {
-        products_.pack_values(At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, tile_.seq, t, tile_.kv_head)),
-                              kv_.v_token_stride, plan_.dtype, n, plan_.head_dim,
-                              s_.values + int64_t{(t - chunk) / products_.per_word} * plan_.head_dim);
+        PackValues(plan_, call_.params, products_, tile_.seq, t, tile_.kv_head, n,
+                   s_.values + int64_t{(t - chunk) / products_.per_word} * plan_.head_dim);
       }
     }
   }
@@ -185,8 +184,7 @@ class TileAttention {
     if (packed_.values != nullptr) {
       values = packed_.values + int64_t{lo / products_.per_word} * plan_.head_dim;
     } else if (ValuesInPlace()) {
-      values =
-          static_cast<const uint32_t*>(At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, tile_.seq, lo, tile_.kv_head)));
+      values = static_cast<const uint32_t*>(At(kv_.v, PHSA_F32, ValueOffset(plan_, kv_, tile_.seq, lo, tile_.kv_head)));
       stride = kv_.v_token_stride;
     }
     products_.accumulate(reinterpret_cast<const uint32_t* const*>(s_.score_ptrs + begin), end - begin, words, 16,
@@ -248,8 +246,8 @@ class TileAttention {
       const int32_t n = std::min(at_once, count - j);
       for (int32_t i = 0; i < n * m; i += kPanel) {
         const int32_t token = chosen[j + i / m] * m + i % m;
-        PackPanel(products_, At(kv_.k, plan_.dtype, KeyOffset(plan_, kv_, tile_.seq, token, tile_.kv_head)),
-                  kv_.k_token_stride, plan_.dtype, kPanel, plan_.head_dim, s_.panels + i / kPanel * panel_size_);
+        PackKeys(plan_, call_.params, products_, tile_.seq, token, tile_.kv_head, kPanel,
+                 s_.panels + i / kPanel * panel_size_);
       }
       for (int32_t r = 0; r < rows_; ++r) s_.list_scores[r] = s_.score_ptrs[r] + j * m;
       products_.dot(s_.query_ptrs, rows_, s_.panels, n * m / kPanel, call_.words, s_.list_scores);
@@ -261,9 +259,8 @@ class TileAttention {
       const int32_t n = std::min(at_once, count - j);
       for (int32_t i = 0; i < n; ++i) {
         const int32_t token = chosen[j + i] * m;
-        products_.pack_values(At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, tile_.seq, token, tile_.kv_head)),
-                              kv_.v_token_stride, plan_.dtype, m, plan_.head_dim,
-                              s_.values + int64_t{i} * words * plan_.head_dim);
+        PackValues(plan_, call_.params, products_, tile_.seq, token, tile_.kv_head, m,
+                   s_.values + int64_t{i} * words * plan_.head_dim);
       }
       for (int32_t r = 0; r < rows_; ++r) s_.list_scores[r] = s_.score_ptrs[r] + j * words;
       products_.accumulate(reinterpret_cast<const uint32_t* const*>(s_.list_scores), rows_, n * words, BlockStep(),
@@ -281,10 +278,9 @@ class TileAttention {
     if (packed_.keys != nullptr) {
       keys = packed_.keys + int64_t{block} * (m / kPanel) * panel_size_;
     } else {
-      const void* k = At(kv_.k, plan_.dtype, KeyOffset(plan_, kv_, tile_.seq, block * m, tile_.kv_head));
       for (int32_t p = 0; p < m / kPanel; ++p) {
-        PackPanel(products_, At(k, plan_.dtype, int64_t{p} * kPanel * kv_.k_token_stride), kv_.k_token_stride,
-                  plan_.dtype, kPanel, plan_.head_dim, s_.panels + p * panel_size_);
+        PackKeys(plan_, call_.params, products_, tile_.seq, block * m + p * kPanel, tile_.kv_head, kPanel,
+                 s_.panels + p * panel_size_);
       }
     }
     int32_t n = 0;
@@ -305,14 +301,12 @@ class TileAttention {
     int64_t stride = plan_.head_dim;
     if (packed_.values != nullptr) {
       values = packed_.values + int64_t{block} * words * plan_.head_dim;
+    } else if (plan_.kv_dtype == PHSA_F32) {
+      values = static_cast<const uint32_t*>(
+          At(kv_.v, PHSA_F32, ValueOffset(plan_, kv_, tile_.seq, block * m, tile_.kv_head)));
+      stride = kv_.v_token_stride;
     } else {
-      const void* v = At(kv_.v, plan_.dtype, ValueOffset(plan_, kv_, tile_.seq, block * m, tile_.kv_head));
-      if (plan_.dtype == PHSA_F32) {
-        values = static_cast<const uint32_t*>(v);
-        stride = kv_.v_token_stride;
-      } else {
-        products_.pack_values(v, kv_.v_token_stride, plan_.dtype, m, plan_.head_dim, s_.values);
-      }
+      PackValues(plan_, call_.params, products_, tile_.seq, block * m, tile_.kv_head, m, s_.values);
     }
     int32_t n = 0;
     blocks.ForEachList(block, [&](int32_t list, int32_t slot) {
@@ -392,7 +386,6 @@ void ReadLists(const Call& call, const Tile& tile, const TileScratch& scratch) {
 // Packs keys and values of heads [head_begin, head_begin + heads) of one sequence into the shared scratch.
 void PackHeads(const Call& call, int32_t seq, int32_t head_begin, int32_t heads) {
   const PlanImpl& plan = call.plan;
-  const KeyValues& kv = call.params.kv;
   const int32_t kv_len = plan.seqs[seq].kv_len, d = plan.head_dim;
   constexpr int32_t kTokensPerTask = 256;
   const int32_t tasks = (kv_len + kTokensPerTask - 1) / kTokensPerTask;
@@ -402,10 +395,9 @@ void PackHeads(const Call& call, int32_t seq, int32_t head_begin, int32_t heads)
     uint32_t* values = call.shared.packed_values + slot * call.shared.packed_head_size;
     for (int32_t t = begin; t < std::min(kv_len, begin + kTokensPerTask); t += kPanel) {
       const int32_t n = std::min(kPanel, kv_len - t);
-      PackPanel(call.products, At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, t, kv_head)), kv.k_token_stride,
-                plan.dtype, n, d, keys + int64_t{t} * call.words);
-      call.products.pack_values(At(kv.v, plan.dtype, ValueOffset(plan, kv, seq, t, kv_head)), kv.v_token_stride,
-                                plan.dtype, n, d, values + int64_t{t / call.products.per_word} * d);
+      PackKeys(plan, call.params, call.products, seq, t, kv_head, n, keys + int64_t{t} * call.words);
+      PackValues(plan, call.params, call.products, seq, t, kv_head, n,
+                 values + int64_t{t / call.products.per_word} * d);
     }
   });
 }
@@ -487,7 +479,7 @@ void RunStages(const PlanImpl& plan, const ForwardParams& params, bool represent
   select = select && plan.top_k > 0;
   // Representatives that the caller keeps are written even at K = 0: a later call may read the cache with another K.
   if (plan.representation != Representation::kNone && (reps.packed() ? select : represent)) {
-    RepresentRows(plan, kernels, params.kv, reps, params.executor);
+    RepresentRows(plan, kernels, params, reps);
   }
   if (select) {
     PackReps(call);
@@ -562,8 +554,8 @@ void RunStages(const PlanImpl& plan, const ForwardParams& params, bool represent
   if (attend || select) RunSplit(call, split, select, attend, scratch_of);
 }
 
-void RepresentStage(const PlanImpl& plan, const KeyValues& kv, const Executor& executor) {
-  RepresentRows(plan, ActiveKernels(), kv, RepView(plan, kv), executor);
+void RepresentStage(const PlanImpl& plan, const ForwardParams& params) {
+  RepresentRows(plan, ActiveKernels(), params, RepView(plan, params.kv));
 }
 void SelectStage(const PlanImpl& plan, const ForwardParams& params) { RunStages(plan, params, false, true, false); }
 void AttendStage(const PlanImpl& plan, const ForwardParams& params) { RunStages(plan, params, false, false, true); }

@@ -53,20 +53,31 @@ HWY_INLINE V LoadAsF32(F d, const hwy::float16_t* p) {
   return hn::PromoteTo(d, hn::LoadU(d16, p));
 }
 
+HWY_INLINE V LoadAsF32(F d, const int8_t* p) {
+  const hn::Rebind<int8_t, F> d8;
+  const hn::Rebind<int32_t, F> d32;
+  return hn::ConvertTo(d, hn::PromoteTo(d32, hn::LoadU(d8, p)));
+}
+
 HWY_INLINE void StoreFromF32(V v, F d, float* p) { hn::StoreU(v, d, p); }
 
-// Round to nearest even, as Bf16FromF32 does: the reference and every target store the same representative.
-HWY_INLINE void StoreFromF32(V v, F d, hwy::bfloat16_t* p) {
+// v rounded to bf16, in the upper halves of the lanes; what the lower ones hold does not matter. To nearest even, as
+// Bf16FromF32 does: the reference and every target store the same representative.
+HWY_INLINE hn::Vec<hn::RebindToUnsigned<F>> RoundToBf16(F d, V v) {
   const hn::RebindToUnsigned<F> d32;
-  const hn::Rebind<uint16_t, F> d16;
-  const hn::Rebind<int32_t, F> ds32;
   const auto bits = hn::BitCast(d32, v);
   const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(d32, 1u));
   const auto rounded = hn::Add(bits, hn::Add(odd, hn::Set(d32, 0x7fffu)));
   const auto quiet = hn::Or(bits, hn::Set(d32, 0x00400000u));
   const auto is_nan = hn::MaskFromVec(hn::BitCast(d32, hn::VecFromMask(d, hn::Ne(v, v))));
-  const auto chosen = hn::IfThenElse(is_nan, quiet, rounded);
-  hn::StoreU(hn::DemoteTo(d16, hn::BitCast(ds32, hn::ShiftRight<16>(chosen))), d16, reinterpret_cast<uint16_t*>(p));
+  return hn::IfThenElse(is_nan, quiet, rounded);
+}
+
+HWY_INLINE void StoreFromF32(V v, F d, hwy::bfloat16_t* p) {
+  const hn::Rebind<uint16_t, F> d16;
+  const hn::Rebind<int32_t, F> ds32;
+  const auto bits = hn::ShiftRight<16>(RoundToBf16(d, v));
+  hn::StoreU(hn::DemoteTo(d16, hn::BitCast(ds32, bits)), d16, reinterpret_cast<uint16_t*>(p));
 }
 
 HWY_INLINE void StoreFromF32(V v, F /*d*/, hwy::float16_t* p) {
@@ -137,6 +148,48 @@ void FromF32(const float* src, int32_t dtype, int n, void* dst) {
     auto* out = const_cast<std::remove_const_t<std::remove_pointer_t<decltype(p)>>*>(p);
     for (int i = 0; i < n; i += kLanes) StoreFromF32(hn::LoadU(d, src + i), d, out + i);
   });
+}
+
+// f16 in hardware; Highway's emulation does not round as base/dtype.h does.
+#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_NEON
+inline constexpr bool kHasF16 = true;
+#else
+inline constexpr bool kHasF16 = false;
+#endif
+
+void FromCodes(const int8_t* codes, float scale, int32_t dtype, int n, void* dst) {
+  if (!kHasF16 && dtype == PHSA_F16) {
+    for (int i = 0; i < n; ++i) StoreElement(dtype, dst, i, static_cast<float>(codes[i]) * scale);
+    return;
+  }
+  const F d;
+  const V s = hn::Set(d, scale);
+  WithType(dst, dtype, [&](const auto* p) {
+    auto* out = const_cast<std::remove_const_t<std::remove_pointer_t<decltype(p)>>*>(p);
+    for (int i = 0; i < n; i += kLanes) StoreFromF32(hn::Mul(LoadAsF32(d, codes + i), s), d, out + i);
+  });
+}
+
+// The same, widened to f32 again.
+void FromCodesToF32(const int8_t* codes, float scale, int32_t dtype, int n, float* dst) {
+  if (dtype == PHSA_F32) {
+    FromCodes(codes, scale, dtype, n, dst);
+    return;
+  }
+  if (dtype == PHSA_F16) {
+    HWY_ALIGN hwy::float16_t half[256];
+    FromCodes(codes, scale, dtype, n, half);
+    ToF32(half, dtype, n, dst);
+    return;
+  }
+  const F d;
+  const hn::RebindToUnsigned<F> d32;
+  const V s = hn::Set(d, scale);
+  const auto upper = hn::Set(d32, 0xffff0000u);
+  for (int i = 0; i < n; i += kLanes) {
+    const auto bits = hn::And(RoundToBf16(d, hn::Mul(LoadAsF32(d, codes + i), s)), upper);
+    hn::StoreU(hn::BitCast(d, bits), d, dst + i);
+  }
 }
 
 void Scale(float* x, int n, float factor) {
@@ -244,6 +297,23 @@ void PackValues(const void* src, int64_t stride, int32_t dtype, int rows, int co
       ToF32(static_cast<const uint16_t*>(src) + r * stride, dtype, columns, out);
     }
   }
+}
+
+void PackPanelCodes(const int8_t* const* src, const float* scales, int32_t dtype, int rows, int elements,
+                    uint32_t* dst) {
+  HWY_ALIGN float wide[kPanel][256];
+  const void* at[kPanel];
+  for (int r = 0; r < rows; ++r) {
+    FromCodesToF32(src[r], scales[r], dtype, elements, wide[r]);
+    at[r] = wide[r];
+  }
+  PackPanel(at, PHSA_F32, rows, elements, dst);
+}
+
+void PackValuesCodes(const int8_t* src, int64_t stride, const float* scales, int32_t dtype, int rows, int columns,
+                     uint32_t* dst) {
+  float* out = reinterpret_cast<float*>(dst);
+  for (int r = 0; r < rows; ++r, out += columns) FromCodesToF32(src + r * stride, scales[r], dtype, columns, out);
 }
 
 // c[r] (+)= Σ_k a[r][k] · b[k · k_stride …] for Rows rows and Vectors vectors of columns, all in registers. Vector v of
@@ -627,10 +697,11 @@ const char* TargetLabel() {
 
 Kernels GetKernels() {
   return {TargetLabel(),
-          {1, &PackPanel, &PackValues, &Dot, &Accumulate, &Softmax},
+          {1, &PackPanel, &PackValues, &PackPanelCodes, &PackValuesCodes, &Dot, &Accumulate, &Softmax},
           nullptr,
           &ToF32,
           &FromF32,
+          &FromCodes,
           &Scale,
           &Merge,
           &WeightedSum,

@@ -30,6 +30,12 @@ struct Products {
   void (*pack_panel)(const void* const* src, int32_t dtype, int rows, int elements, uint32_t* dst);
   // dst[r][c] (r < rows / per_word): V as words. An odd last row is paired with zeros.
   void (*pack_values)(const void* src, int64_t stride, int32_t dtype, int rows, int columns, uint32_t* dst);
+  // The same from rows of 8-bit codes, whose elements are code · scales[row] rounded to `dtype`: the words that the
+  // functions above give for such rows. At most 256 elements or columns.
+  void (*pack_panel_codes)(const int8_t* const* src, const float* scales, int32_t dtype, int rows, int elements,
+                           uint32_t* dst);
+  void (*pack_values_codes)(const int8_t* src, int64_t stride, const float* scales, int32_t dtype, int rows,
+                            int columns, uint32_t* dst);
   // c[r][16 p + i] = Σ_w a[r][w] · panels[p][w][i]: rows × panels dot products. A panel has `words` · 16 words.
   void (*dot)(const uint32_t* const* a, int rows, const uint32_t* panels, int num_panels, int words, float* const* c);
   // o[r][c] += Σ_j p[r][j] · values[j][c] over `words` words of p; `stride` words between rows of values. Where an
@@ -49,6 +55,8 @@ struct Kernels {
 
   void (*to_f32)(const void* src, int32_t dtype, int n, float* dst);
   void (*from_f32)(const float* src, int32_t dtype, int n, void* dst);
+  // dst[i] = codes[i] · scale rounded to dtype; n is a multiple of 16.
+  void (*from_codes)(const int8_t* codes, float scale, int32_t dtype, int n, void* dst);
   void (*scale)(float* x, int n, float factor);
   // Adds one softmax to another: their largest scores, the sums of their exponentials beside these, and what was
   // accumulated with them.

@@ -168,7 +168,12 @@ void Accumulate(const uint32_t* const* p, int rows, int words, int step, const u
 const Products* AmxProducts() {
   const Products* without = Avx512Bf16Products();
   if (without == nullptr || !AmxIsThere()) return nullptr;
-  static const Products products = {2, without->pack_panel, without->pack_values, &Dot, &Accumulate, without->softmax};
+  static const Products products = [without] {
+    Products tiles = *without;
+    tiles.dot = &Dot;
+    tiles.accumulate = &Accumulate;
+    return tiles;
+  }();
   return &products;
 }
 

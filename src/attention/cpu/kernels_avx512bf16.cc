@@ -133,6 +133,61 @@ void PackValues(const void* src, int64_t stride, int32_t /*dtype*/, int rows, in
   }
 }
 
+// Words of two lanes each, rounded to bf16: `low` in the low halves.
+inline __m512i Pair(__m512 low, __m512 high) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
+// Four codes are one word, and turned as such: a lane then holds four neighbours of one key, and its scale is one
+// vector for all.
+void PackPanelCodes(const int8_t* const* src, const float* scales, int32_t /*dtype*/, int rows, int elements,
+                    uint32_t* dst) {
+  const __m512 scale = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << rows) - 1), scales);
+  const int fours = elements / 4;
+  for (int c = 0; c < fours; c += 16) {
+    const int n = fours - c < 16 ? fours - c : 16;
+    const __mmask16 mask = static_cast<__mmask16>((1u << n) - 1);
+    __m512i x[16];
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; ++r) {
+      x[r] = r < rows ? _mm512_maskz_loadu_epi32(mask, src[r] + 4 * c) : _mm512_setzero_si512();
+    }
+    Turn16(x);
+#pragma GCC unroll 16
+    for (int w = 0; w < 16; ++w) {
+      if (w >= n) continue;
+      const auto scaled = [&](__m512i code) { return _mm512_mul_ps(_mm512_cvtepi32_ps(code), scale); };
+      const __m512 first = scaled(_mm512_srai_epi32(_mm512_slli_epi32(x[w], 24), 24));
+      const __m512 second = scaled(_mm512_srai_epi32(_mm512_slli_epi32(x[w], 16), 24));
+      const __m512 third = scaled(_mm512_srai_epi32(_mm512_slli_epi32(x[w], 8), 24));
+      const __m512 fourth = scaled(_mm512_srai_epi32(x[w], 24));
+      _mm512_storeu_si512(dst + (2 * (c + w)) * kPanel, Pair(first, second));
+      _mm512_storeu_si512(dst + (2 * (c + w) + 1) * kPanel, Pair(third, fourth));
+    }
+  }
+}
+
+void PackValuesCodes(const int8_t* src, int64_t stride, const float* scales, int32_t /*dtype*/, int rows, int columns,
+                     uint32_t* dst) {
+  for (int r = 0; r < rows; r += 2, dst += columns) {
+    const int8_t* const even = src + r * stride;
+    const int8_t* const odd = even + stride;
+    const bool two = r + 1 < rows;
+    const __m512 even_scale = _mm512_set1_ps(scales[r]), odd_scale = _mm512_set1_ps(two ? scales[r + 1] : 0.0f);
+    const auto scaled = [](const int8_t* from, __m512 scale) {
+      const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+      return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)), scale);
+    };
+    for (int c = 0; c < columns; c += 16) {
+      const __m512 low = scaled(even + c, even_scale);
+      const __m512 high = two ? scaled(odd + c, odd_scale) : _mm512_setzero_ps();
+      _mm512_storeu_si512(dst + c, Pair(low, high));
+    }
+  }
+}
+
 // As Exp2 of kernels.cc, in fewer terms: the result is rounded to 8 bits anyway. Degree 5, relative error 1e-7.
 inline __m512 Exp2(__m512 x) {
   const __m512 lowest = _mm512_set1_ps(-126.0f);
@@ -169,7 +224,7 @@ float Softmax(float* s, int n, float factor, float* max, float* sum) {
   return rescale;
 }
 
-const Products kProducts = {2, &PackPanel, &PackValues, &Dot, &Accumulate, &Softmax};
+const Products kProducts = {2, &PackPanel, &PackValues, &PackPanelCodes, &PackValuesCodes, &Dot, &Accumulate, &Softmax};
 
 }  // namespace
 

@@ -30,39 +30,77 @@ void BlockWeights(const uint8_t* flags, int32_t m, float lambda, float* weight) 
   for (int32_t i = 0; i < m; ++i) weight[i] = flags[i] != 0 ? plain + punctuation : plain;
 }
 
-void RepresentRow(const PlanImpl& plan, const Kernels& kernels, const KeyValues& kv, int32_t seq, int32_t kv_head,
-                  int32_t row, void* dst) {
+// Keys of neighbouring tokens in the plan's dtype.
+struct KeyRows {
+  const void* first;
+  int64_t stride;  // elements
+};
+
+// The most keys of a representative, in any dtype.
+struct KeyScratch {
+  alignas(64) uint32_t words[64 * 256];
+};
+
+// Copies the keys of tokens [token, token + rows), which lie in one page, to rows [at, at + rows) of scratch.
+void CopyKeys(const PlanImpl& plan, const Kernels& kernels, const ForwardParams& params, int32_t seq, int32_t token,
+              int32_t kv_head, int32_t rows, int32_t at, KeyScratch& scratch) {
+  const KeyValues& kv = params.kv;
+  const int32_t d = plan.head_dim;
+  const void* const keys = At(kv.k, plan.kv_dtype, KeyOffset(plan, kv, seq, token, kv_head));
+  float scales[64];
+  if (plan.kv_dtype == PHSA_INT8) LoadScales(plan, params, params.kv_scales.k, seq, token, kv_head, rows, scales);
+  for (int32_t i = 0; i < rows; ++i) {
+    const void* const from = At(keys, plan.kv_dtype, i * kv.k_token_stride);
+    void* const to = At(static_cast<void*>(scratch.words), plan.dtype, int64_t{at + i} * d);
+    if (plan.kv_dtype == PHSA_INT8) {
+      kernels.from_codes(static_cast<const int8_t*>(from), scales[i], plan.dtype, d, to);
+    } else {
+      std::memcpy(to, from, DtypeSize(plan.dtype) * static_cast<size_t>(d));
+    }
+  }
+}
+
+// The keys of tokens [token, token + rows), which lie in one page: where they are, or what codes stand for in
+// `scratch`.
+KeyRows KeysOf(const PlanImpl& plan, const Kernels& kernels, const ForwardParams& params, int32_t seq, int32_t token,
+               int32_t kv_head, int32_t rows, KeyScratch& scratch) {
+  const KeyValues& kv = params.kv;
+  if (plan.kv_dtype != PHSA_INT8) {
+    return {At(kv.k, plan.kv_dtype, KeyOffset(plan, kv, seq, token, kv_head)), kv.k_token_stride};
+  }
+  CopyKeys(plan, kernels, params, seq, token, kv_head, rows, 0, scratch);
+  return {scratch.words, plan.head_dim};
+}
+
+void RepresentRow(const PlanImpl& plan, const Kernels& kernels, const ForwardParams& params, int32_t seq,
+                  int32_t kv_head, int32_t row, void* dst) {
+  const KeyValues& kv = params.kv;
   const int32_t d = plan.head_dim;
   const int32_t token = row * plan.rep_stride;
-  const void* keys = At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, token, kv_head));
+  KeyScratch scratch;
   switch (plan.representation) {
     case Representation::kNone: return;
     case Representation::kMixedMean: {
       float weight[64];
       const uint8_t* flags = kv.flags == nullptr ? nullptr : kv.flags + FlagOffset(plan, kv, seq, token);
       BlockWeights(flags, plan.rep_span, plan.lambda[kv_head], weight);
-      kernels.weighted_sum(keys, kv.k_token_stride, plan.dtype, plan.rep_span, d, weight, dst);
+      const KeyRows keys = KeysOf(plan, kernels, params, seq, token, kv_head, plan.rep_span, scratch);
+      kernels.weighted_sum(keys.first, keys.stride, plan.dtype, plan.rep_span, d, weight, dst);
       return;
     }
-    case Representation::kBounds: kernels.bounds(keys, kv.k_token_stride, plan.dtype, plan.block, d, dst); return;
+    case Representation::kBounds: {
+      const KeyRows keys = KeysOf(plan, kernels, params, seq, token, kv_head, plan.block, scratch);
+      kernels.bounds(keys.first, keys.stride, plan.dtype, plan.block, d, dst);
+      return;
+    }
     case Representation::kPooled: {
       float weight[kPoolSize];
       std::fill_n(weight, kPoolSize, 1.0f / kPoolSize);
-      // The 32 keys may lie on two pages: then they are brought together first.
-      const void* second = At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, token + kPoolStride, kv_head));
-      int64_t stride = kv.k_token_stride;
-      alignas(64) uint32_t gathered[kPoolSize * 256];
-      if (second != At(keys, plan.dtype, kPoolStride * stride)) {
-        const size_t size = DtypeSize(plan.dtype) * static_cast<size_t>(d);
-        for (int32_t i = 0; i < kPoolSize; ++i) {
-          const void* from =
-              i < kPoolStride ? At(keys, plan.dtype, i * stride) : At(second, plan.dtype, (i - kPoolStride) * stride);
-          std::memcpy(At(static_cast<void*>(gathered), plan.dtype, int64_t{i} * d), from, size);
-        }
-        keys = gathered;
-        stride = d;
+      // The 32 keys may lie on two pages: they are brought together first.
+      for (int32_t at = 0; at < kPoolSize; at += kPoolStride) {
+        CopyKeys(plan, kernels, params, seq, token + at, kv_head, kPoolStride, at, scratch);
       }
-      kernels.weighted_sum(keys, stride, plan.dtype, kPoolSize, d, weight, dst);
+      kernels.weighted_sum(scratch.words, d, plan.dtype, kPoolSize, d, weight, dst);
       return;
     }
   }
@@ -103,13 +141,13 @@ void SplitSigns(const PlanImpl& plan, const void* q, int32_t per_word, void* dst
 void MakePart(const Call& call, int32_t seq, int32_t kv_head, int32_t block, int32_t part, void* dst) {
   const PlanImpl& plan = call.plan;
   const KeyValues& kv = call.params.kv;
-  const int32_t m = plan.block / plan.parts, token = block * plan.block;
-  const void* keys = At(kv.k, plan.dtype, KeyOffset(plan, kv, seq, token, kv_head));
-  const uint8_t* flags = kv.flags == nullptr ? nullptr : kv.flags + FlagOffset(plan, kv, seq, token) + part * m;
+  const int32_t m = plan.block / plan.parts, token = block * plan.block + part * m;
+  const uint8_t* flags = kv.flags == nullptr ? nullptr : kv.flags + FlagOffset(plan, kv, seq, token);
   float weight[64];
   BlockWeights(flags, m, plan.lambda[kv_head], weight);
-  call.kernels.weighted_sum(At(keys, plan.dtype, int64_t{part} * m * kv.k_token_stride), kv.k_token_stride, plan.dtype,
-                            m, plan.head_dim, weight, dst);
+  KeyScratch scratch;
+  const KeyRows keys = KeysOf(plan, call.kernels, call.params, seq, token, kv_head, m, scratch);
+  call.kernels.weighted_sum(keys.first, keys.stride, plan.dtype, m, plan.head_dim, weight, dst);
 }
 
 // The parts of `count` blocks, at most 16: a panel has one part of each. rows_scratch: for parts that are kept nowhere.
@@ -532,8 +570,7 @@ void SelectQueries(const Call& call, const Tile& tile, const TileScratch& scratc
 
 }  // namespace
 
-void RepresentRows(const PlanImpl& plan, const Kernels& kernels, const KeyValues& kv, const RepView& reps,
-                   const Executor& executor) {
+void RepresentRows(const PlanImpl& plan, const Kernels& kernels, const ForwardParams& params, const RepView& reps) {
   constexpr int32_t kRowsPerTask = 64;
   const auto range = [&](const PlanSequence& seq) {
     const int32_t first = reps.packed() ? 0 : plan.NumRepRows(seq.first_position());
@@ -545,14 +582,14 @@ void RepresentRows(const PlanImpl& plan, const Kernels& kernels, const KeyValues
   };
   int64_t tasks = 0;
   for (const PlanSequence& seq : plan.seqs) tasks += tasks_of(seq);
-  ParallelFor(executor, tasks, [&](int64_t task, int32_t /*worker*/) {
+  ParallelFor(params.executor, tasks, [&](int64_t task, int32_t /*worker*/) {
     int32_t s = 0;
     for (; task >= tasks_of(plan.seqs[s]); ++s) task -= tasks_of(plan.seqs[s]);
     const auto [first, last] = range(plan.seqs[s]);
     const int32_t begin = first + static_cast<int32_t>(task / plan.num_kv_heads) * kRowsPerTask;
     for (int32_t row = begin; row < std::min(last, begin + kRowsPerTask); ++row) {
       const int32_t kv_head = static_cast<int32_t>(task % plan.num_kv_heads);
-      RepresentRow(plan, kernels, kv, s, kv_head, row, reps.Row(s, row, kv_head));
+      RepresentRow(plan, kernels, params, s, kv_head, row, reps.Row(s, row, kv_head));
     }
   });
 }

@@ -45,8 +45,7 @@ struct Call {
 };
 
 // Writes the representatives of the blocks that the batch's queries complete; of all blocks where they are packed.
-void RepresentRows(const PlanImpl& plan, const Kernels& kernels, const KeyValues& kv, const RepView& reps,
-                   const Executor& executor);
+void RepresentRows(const PlanImpl& plan, const Kernels& kernels, const ForwardParams& params, const RepView& reps);
 
 // Packs the representatives of the sequences that have many queries.
 void PackReps(const Call& call);

@@ -42,6 +42,44 @@ inline void PackPanel(const Products& products, const void* src, int64_t stride,
   products.pack_panel(at, dtype, rows, elements, dst);
 }
 
+// The scales of `rows` tokens from `token` on, which lie in one page.
+inline void LoadScales(const PlanImpl& plan, const ForwardParams& params, const uint16_t* scales, int32_t seq,
+                       int32_t token, int32_t kv_head, int32_t rows, float* dst) {
+  const uint16_t* const from = scales + ScaleOffset(plan, params, seq, token, kv_head);
+  for (int32_t i = 0; i < rows; ++i) dst[i] = F32FromBf16(from[i * params.kv_scales.token_stride]);
+}
+
+// The keys of these tokens, at most 16, as a panel.
+inline void PackKeys(const PlanImpl& plan, const ForwardParams& params, const Products& products, int32_t seq,
+                     int32_t token, int32_t kv_head, int32_t rows, uint32_t* dst) {
+  const KeyValues& kv = params.kv;
+  const void* const keys = At(kv.k, plan.kv_dtype, KeyOffset(plan, kv, seq, token, kv_head));
+  if (plan.kv_dtype != PHSA_INT8) {
+    PackPanel(products, keys, kv.k_token_stride, plan.kv_dtype, rows, plan.head_dim, dst);
+    return;
+  }
+  const int8_t* at[kPanel];
+  float scales[kPanel];
+  for (int32_t i = 0; i < rows; ++i) at[i] = static_cast<const int8_t*>(keys) + i * kv.k_token_stride;
+  LoadScales(plan, params, params.kv_scales.k, seq, token, kv_head, rows, scales);
+  products.pack_panel_codes(at, scales, plan.dtype, rows, plan.head_dim, dst);
+}
+
+// The values of these tokens, at most 64, as words.
+inline void PackValues(const PlanImpl& plan, const ForwardParams& params, const Products& products, int32_t seq,
+                       int32_t token, int32_t kv_head, int32_t rows, uint32_t* dst) {
+  const KeyValues& kv = params.kv;
+  const void* const values = At(kv.v, plan.kv_dtype, ValueOffset(plan, kv, seq, token, kv_head));
+  if (plan.kv_dtype != PHSA_INT8) {
+    products.pack_values(values, kv.v_token_stride, plan.kv_dtype, rows, plan.head_dim, dst);
+    return;
+  }
+  float scales[64];
+  LoadScales(plan, params, params.kv_scales.v, seq, token, kv_head, rows, scales);
+  products.pack_values_codes(static_cast<const int8_t*>(values), kv.v_token_stride, scales, plan.dtype, rows,
+                             plan.head_dim, dst);
+}
+
 // One tile: queries at positions [begin, end) of a sequence, all heads of one KV head. Tiles start at multiples of
 // TileShape::queries, so that a block of queries is never split more than the caller's chunks split it.
 struct Tile {

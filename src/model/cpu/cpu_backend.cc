@@ -79,13 +79,49 @@ BufferSizes SizesOf(const ModelConfig& config, int32_t kv_dtype, int32_t max_row
           .intermediate = m * static_cast<size_t>(std::max(config.intermediate, config.expert_width)) * sizeof(float),
           .cos_sin = MakeLayerRopes(config).all.size() * m * static_cast<size_t>(config.head_dim) * sizeof(float),
           .logits = logit_rows * static_cast<size_t>(config.vocab_size) * sizeof(float),
-          .attention_queries = m * q_width * DtypeSize(kv_dtype),
+          .attention_queries = m * q_width * DtypeSize(AttentionType(kv_dtype)),
           .linear = linear,
           .low_rank = m * static_cast<size_t>(adapter.rows) * sizeof(float),
           .added = adapter.rows > 0 ? m * widest * sizeof(float) : 0,
           .routed = config.num_experts > 0
                         ? m * static_cast<size_t>(config.num_experts + 2 * config.hidden) * sizeof(float)
                         : 0};
+}
+
+// Keys whose projection has a bias, or whose heads are normed with weights, have channels a hundred times as large as
+// others, for every token; 8-bit codes would lose all others beside them. So channels are divided by their usual size
+// before they become codes, and those of the queries multiplied with it: scores stay what they are. Both channels of a
+// pair that RoPE turns have one.
+struct KeyScales {
+  Vector of_queries, of_keys;  // [heads][head_dim]; empty: 1
+};
+
+KeyScales KeyScalesOf(const LayerWeights& layer, const ModelConfig& config) {
+  const Vector& sizes = layer.k_norm.empty() ? layer.k_bias : layer.k_norm;
+  KeyScales out;
+  if (sizes.empty()) return out;
+  const auto dim = static_cast<size_t>(config.head_dim), half = dim / 2;
+  const auto kv_heads = static_cast<size_t>(config.num_kv_heads), q_heads = static_cast<size_t>(config.num_q_heads);
+  out.of_keys.resize(kv_heads * dim);
+  out.of_queries.resize(q_heads * dim);
+  for (size_t head = 0; head < kv_heads; ++head) {
+    const float* const own = sizes.data() + (layer.k_norm.empty() ? head * dim : 0);
+    std::vector<float> squares(half);
+    for (size_t i = 0; i < half; ++i) squares[i] = (own[i] * own[i] + own[half + i] * own[half + i]) / 2;
+    std::vector<float> sorted = squares;
+    std::nth_element(sorted.begin(), sorted.begin() + static_cast<int64_t>(half / 2), sorted.end());
+    // A norm's weights are all of a channel's size; a bias stands beside what differs from token to token, which is
+    // about as large as a usual bias.
+    const float beside = layer.k_norm.empty() ? sorted[half / 2] : 0;
+    for (size_t i = 0; i < dim; ++i) {
+      const float size = std::sqrt(squares[i % half] + beside);
+      const bool usable = std::isfinite(size) && size > 1e-6f;
+      out.of_keys[head * dim + i] = usable ? 1 / size : 1;
+      const size_t group = q_heads / kv_heads;
+      for (size_t q = head * group; q < (head + 1) * group; ++q) out.of_queries[q * dim + i] = usable ? size : 1;
+    }
+  }
+  return out;
 }
 
 class CpuModelBackend final : public ModelBackend {
@@ -130,6 +166,8 @@ class CpuModelBackend final : public ModelBackend {
                 std::span<const LinearOutput> outputs);
   // projected_ = the experts of normed_'s rows.
   void RunExperts(const LayerWeights& w);
+  // Keys or values, [row][kv_head][head_dim], as codes into the cache's pages.
+  void StoreHeadCodes(const float* x, const void* codes, const uint16_t* of_codes, const KvScales& scales);
   // gate_ = the gate of gate_ and up_, [m][width].
   void RunGate(int32_t m, int32_t width);
   // What a half of a layer adds to the residual stream, in projected_, as it is added.
@@ -146,14 +184,16 @@ class CpuModelBackend final : public ModelBackend {
   const WeightsMode mode_;
   Weights weights_;
   std::vector<std::unique_ptr<const Weights>> adapters_;  // that texts may name, beside the one in weights_
-  const int32_t kv_dtype_, max_rows_;
+  const int32_t kv_dtype_, dtype_, max_rows_;             // of keys and values; of queries and what they give
   ThreadPool& threads_;
   const LayerRopes ropes_;
   const Gate gate_kind_;
   const StepRows* rows_ = nullptr;  // of the step
   // [max_rows][…]: the residual stream and its norm (hidden), q/k/v (heads), the MLP's two halves (intermediate).
   Buffer residual_, normed_, queries_, keys_, values_, gate_, up_, projected_, cos_sin_, logits_;
-  Buffer attention_queries_, attention_out_;  // [max_rows][q heads · head_dim] in the cache's dtype
+  Buffer attention_queries_, attention_out_;  // [max_rows][q heads · head_dim] of dtype_
+  std::vector<KeyScales> key_scales_;         // of layers with 8-bit keys
+  std::vector<int64_t> scale_rows_;           // of 8-bit keys and values, [row]: KvCache::ScaleElement
   Buffer linear_workspace_, attention_workspace_;
   Buffer routed_;            // experts: [max_rows][experts] logits, then rows of one expert in and out, [hidden]
   Buffer low_rank_, added_;  // [max_rows][adapter rows], [max_rows][widths of the outputs of one x]
@@ -168,10 +208,14 @@ CpuModelBackend::CpuModelBackend(const ModelConfig& config, Weights weights, con
       mode_(options.weights),
       weights_(std::move(weights)),
       kv_dtype_(options.kv_dtype),
+      dtype_(AttentionType(options.kv_dtype)),
       max_rows_(options.max_rows),
       threads_(threads),
       ropes_(MakeLayerRopes(config)),
       gate_kind_(ArchitectureOf(config).gate) {
+  if (kv_dtype_ == PHSA_INT8) {
+    for (const LayerWeights& layer : weights_.layers) key_scales_.push_back(KeyScalesOf(layer, config));
+  }
   const BufferSizes sizes = SizesOf(config, kv_dtype_, max_rows_, weights_.adapter, threads.num_threads());
   residual_ = Buffer(sizes.residual);
   normed_ = Buffer(sizes.residual);
@@ -219,12 +263,16 @@ void CpuModelBackend::MakeRoomForAdapters() {
 }
 
 void CpuModelBackend::Begin(const StepRows& rows) {
-  PHSA_CHECK(rows.count <= max_rows_ && rows.cache->layout().dtype == kv_dtype_);
+  PHSA_CHECK(rows.count <= max_rows_ && rows.cache->layout().kv_type == kv_dtype_);
   rows_ = &rows;
   Clock::time_point clock = Clock::now();
   uint8_t* const pages = rows.cache->memory().data();
   for (size_t row = 0; row < rows.flags.size(); ++row) {
     pages[rows.cache->FlagByte(rows.cache_rows[row])] = rows.flags[row];
+  }
+  scale_rows_.clear();
+  if (kv_dtype_ == PHSA_INT8) {
+    for (const int64_t row : rows.cache_rows) scale_rows_.push_back(rows.cache->ScaleElement(row));
   }
   const int32_t hidden = config_.hidden;
   for (int32_t row = 0; row < rows.count; ++row) {
@@ -353,7 +401,10 @@ void CpuModelBackend::QueriesKeysValues(int32_t layer) {
   rope.head_dim = config_.head_dim;
   rope.cos_sin = cos_sin_.floats() + ropes_.of_layer[static_cast<size_t>(layer)] * table_size();
   rope.eps = config_.rms_eps;
-  rope.out_dtype = kv_dtype_;
+  const KeyScales* const key_scales = kv_dtype_ == PHSA_INT8 ? &key_scales_[static_cast<size_t>(layer)] : nullptr;
+  rope.mix = key_scales != nullptr;
+  if (key_scales != nullptr) rope.channel_scale = Data(key_scales->of_queries);
+  rope.out_dtype = dtype_;
   rope.x = queries_.floats();
   rope.x_stride = q_width;
   rope.heads = config_.num_q_heads;
@@ -366,6 +417,18 @@ void CpuModelBackend::QueriesKeysValues(int32_t layer) {
   rope.x_stride = kv_width;
   rope.heads = config_.num_kv_heads;
   rope.norm = Data(w.k_norm);
+  if (key_scales != nullptr) {
+    rope.channel_scale = Data(key_scales->of_keys);
+    rope.out_dtype = PHSA_F32;
+    rope.out = keys_.floats();
+    rope.out_row_stride = kv_width;
+    Rope(rope, executor);
+    const KvScales scales = cache.Scales(layer);
+    StoreHeadCodes(keys_.floats(), kv.k, scales.k, scales);
+    StoreHeadCodes(values_.floats(), kv.v, scales.v, scales);
+    times_.other += SecondsSince(clock);
+    return;
+  }
   rope.out = const_cast<void*>(kv.k);
   rope.out_rows = rows_->cache_rows.data();
   rope.out_head_stride = cache.head_stride();
@@ -379,13 +442,23 @@ void CpuModelBackend::QueriesKeysValues(int32_t layer) {
   times_.other += SecondsSince(clock);
 }
 
+void CpuModelBackend::StoreHeadCodes(const float* x, const void* codes, const uint16_t* of_codes,
+                                     const KvScales& scales) {
+  const int32_t dim = config_.head_dim, heads = config_.num_kv_heads;
+  for (int32_t head = 0; head < heads; ++head) {
+    auto* const to = static_cast<int8_t*>(const_cast<void*>(codes)) + head * rows_->cache->head_stride();
+    StoreCodes(x + head * dim, int64_t{heads} * dim, rows_->count, dim, to, rows_->cache_rows.data(),
+               const_cast<uint16_t*>(of_codes) + head * scales.head_stride, scale_rows_.data(), threads_.executor());
+  }
+}
+
 void CpuModelBackend::Attend(int32_t layer, const StepGroup& group, const Plan& plan, AttentionTrace* trace) {
   // Texts grow: with some room to spare, it need not be taken anew for every token.
   if (attention_workspace_.size() < plan.WorkspaceSize()) {
     attention_workspace_.Reserve(plan.WorkspaceSize() + plan.WorkspaceSize() / 4);
   }
   const int32_t q_width = config_.num_q_heads * config_.head_dim;
-  const size_t first = static_cast<size_t>(group.first_row) * static_cast<size_t>(q_width) * DtypeSize(kv_dtype_);
+  const size_t first = static_cast<size_t>(group.first_row) * static_cast<size_t>(q_width) * DtypeSize(dtype_);
   auto forward = Init<ForwardParams>();
   forward.q = attention_queries_.data() + first;
   forward.q_token_stride = q_width;
@@ -393,6 +466,7 @@ void CpuModelBackend::Attend(int32_t layer, const StepGroup& group, const Plan& 
   forward.kv = rows_->cache->View(
       layer, rows_->page_table.data() + static_cast<int64_t>(group.first_item) * rows_->page_table_stride,
       rows_->page_table_stride, *group.layout);
+  forward.kv_scales = rows_->cache->Scales(layer);
   forward.out = attention_out_.data() + first;
   forward.out_token_stride = q_width;
   forward.out_head_stride = config_.head_dim;
@@ -496,7 +570,7 @@ void CpuModelBackend::OutputAndMlp(int32_t layer) {
   const int32_t q_width = config_.num_q_heads * config_.head_dim;
   Clock::time_point clock = Clock::now();
   // The queries are read; their buffer takes the attention's output as f32.
-  LoadRows(kv_dtype_, attention_out_.data(), q_width, m, q_width, queries_.floats(), q_width, executor);
+  LoadRows(dtype_, attention_out_.data(), q_width, m, q_width, queries_.floats(), q_width, executor);
   times_.other += SecondsSince(clock);
   LinearOutput output[] = {{&w.o, Data(w.o_bias), projected_.floats(), hidden}};
   Project(queries_.floats(), q_width, m, weights_.activations.other, weights_.activations.layer_int8, output,

@@ -9,8 +9,10 @@
 #include <cmath>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "base/dtype.h"
+#include "ops/layers.h"
 
 // Arrays of vectors need vectors of a known size, so the scalable targets are out. SSSE3 adds nothing over SSE4 here.
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3)
@@ -299,6 +301,59 @@ HWY_INLINE Quantiser QuantiserOf(const float* x) {
 HWY_INLINE V Quantise(F d, const Quantiser& q, const float* x) {
   if (q.inverse == 0) return hn::Zero(d);
   return hn::Round(hn::Mul(hn::LoadU(d, x), hn::Set(d, q.inverse)));
+}
+
+// All stages are alike: sums of neighbours go to the first half, their differences to the second.
+void Mix(float* x, int32_t n) {
+  HWY_ALIGN float other[kMaxHeadDim];
+  const int32_t block = n & -n, half = block / 2;
+  const float scale = 1 / std::sqrt(static_cast<float>(block));
+  for (int32_t at = 0; at < n; at += block) {
+    float *from = x + at, *to = other;
+    for (int32_t done = 1; done < block; done *= 2) {
+      int32_t i = 0;
+#if HWY_TARGET != HWY_SCALAR
+      const hn::CappedTag<float, 8> d;
+      constexpr int32_t kStep = HWY_MIN(8, kLanes);
+      for (; i + kStep <= half; i += kStep) {
+        const auto low = hn::LoadU(d, from + 2 * i), high = hn::LoadU(d, from + 2 * i + kStep);
+        const auto even = hn::ConcatEven(d, high, low), odd = hn::ConcatOdd(d, high, low);
+        hn::StoreU(hn::Add(even, odd), d, to + i);
+        hn::StoreU(hn::Sub(even, odd), d, to + half + i);
+      }
+#endif
+      for (; i < half; ++i) {
+        const float even = from[2 * i], odd = from[2 * i + 1];
+        to[i] = even + odd;
+        to[half + i] = even - odd;
+      }
+      std::swap(from, to);
+    }
+    for (int32_t i = 0; i < block; ++i) x[at + i] = from[i] * scale;
+  }
+}
+
+// n is a multiple of 16.
+uint16_t ToCodes(const float* x, int32_t n, int8_t* codes) {
+  const F d;
+  const U du;
+  const hn::Rebind<int8_t, F> d8;
+  const auto magnitude = hn::Set(du, 0x7fffffffu);
+  auto largest = hn::Zero(du);
+  for (int32_t i = 0; i < n; i += kLanes) {
+    largest = hn::Max(largest, hn::And(hn::BitCast(du, hn::LoadU(d, x + i)), magnitude));
+  }
+  const uint16_t scale = CodeScale(std::bit_cast<float>(hn::GetLane(hn::MaxOfLanes(du, largest))));
+  if (scale == 0 || scale == CodeScale(NAN)) {
+    std::memset(codes, 0, static_cast<size_t>(n));
+    return scale;
+  }
+  const V inverse = hn::Set(d, 1 / F32FromBf16(scale));
+  for (int32_t i = 0; i < n; i += kLanes) {
+    const auto code = hn::NearestInt(hn::Mul(hn::LoadU(d, x + i), inverse));
+    hn::StoreU(hn::DemoteTo(d8, code), d8, codes + i);
+  }
+  return scale;
 }
 
 template <ActivationType kActivations>
@@ -690,8 +745,10 @@ Kernels GetKernels() {
           &GeluMul,
           &ClampedSwiglu,
           &Rotate,
+          &Mix,
           &ToF32,
-          &FromF32};
+          &FromF32,
+          &ToCodes};
 }
 
 }  // namespace HWY_NAMESPACE

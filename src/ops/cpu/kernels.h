@@ -118,8 +118,14 @@ struct Kernels {
   void (*clamped_swiglu)(const float* gate, const float* up, int32_t n, float alpha, float limit, float* out);
   // (x[i], x[i + half]) turned; out [2 half] may be x.
   void (*rotate)(const float* x, const float* cos, const float* sin, int32_t half, float* out);
+  // x becomes H · x, in blocks of the largest power of two that divides n, where H is orthogonal and its elements are
+  // of one size (a Hadamard matrix, its rows in some order): products with another row that is mixed so stay what they
+  // are.
+  void (*mix)(float* x, int32_t n);
   void (*to_f32)(const void* x, int32_t dtype, int32_t n, float* out);
   void (*from_f32)(const float* x, int32_t dtype, int32_t n, void* out);
+  // A row as 8-bit codes; returns their scale as the bits of bf16 (base/dtype.h).
+  uint16_t (*to_codes)(const float* x, int32_t n, int8_t* codes);
 };
 
 // 16 columns of one, for int6 weights: in the order of their words, too.
