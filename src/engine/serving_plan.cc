@@ -124,7 +124,7 @@ ServingPlan PlanServing(const ModelSource& source, const LayerSettings& attentio
       one.key_values += PagesOf(held) * page_and_layer;
       const PageLayout::Layer& place = layout.layers[static_cast<size_t>(layer)];
       const uint64_t row = static_cast<uint64_t>(place.rep_width) * static_cast<uint64_t>(stage.config.num_kv_heads) *
-                           DtypeSize(options.kv_dtype);
+                           DtypeSize(layout.dtype);
       one.representatives += PagesOf(held) * static_cast<uint64_t>(place.rep_rows) * row;
 
       PlanDesc desc = PagedPlan(stage.config, SettingsOfLayer(stage.config, stage.attention, layer), options.kv_dtype);

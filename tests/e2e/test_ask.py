@@ -80,17 +80,6 @@ def test_a_second_question_reads_only_what_is_new_also_in_another_process(tiny, 
     assert len(list(cache.iterdir())) == 5
 
 
-def test_sources_read_eight_bit_keys(tiny, cache, tmp_path):
-    document = tmp_path / "bees.txt"
-    document.write_text(TEXT * 3)
-    weights = {}
-    for kv_type in ("bf16", "int8"):
-        flags = ("--kv-type", kv_type, "--weights", "f32", "--sources", 50)
-        found = ask("-m", tiny, document, "Who came?", *flags, cache=cache, length=("-n", 1, "--ignore-eos"))
-        weights[kv_type] = {source["start"]: source["weight"] for source in found["sources"]}
-    assert weights["int8"] == pytest.approx(weights["bf16"], abs=0.01) and weights["int8"] != weights["bf16"]
-
-
 def test_the_cache_stays_within_its_size_and_a_damaged_file_is_read_again(tiny, cache, tmp_path):
     document = tmp_path / "bees.txt"
     document.write_text(TEXT)
