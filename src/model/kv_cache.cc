@@ -3,17 +3,12 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/carver.h"
 #include "base/dtype.h"
 #include "base/errors.h"
 #include "model/distinct_settings.h"
 
 namespace phsa {
-namespace {
-
-size_t Align(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-}  // namespace
-
 PlanDesc PagedPlan(const ModelConfig& config, const Settings& settings, int32_t dtype) {
   PlanDesc desc;
   desc.settings = settings;
@@ -36,8 +31,9 @@ int32_t KvTypeFromName(std::string_view name) {
 PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings, int32_t kv_dtype, size_t room)
     : dtype(kv_dtype), num_layers(config.num_layers), num_kv_heads(config.num_kv_heads), head_dim(config.head_dim) {
   const size_t element = DtypeSize(dtype);
-  const size_t keys = Align(element * kPageTokens * static_cast<size_t>(num_kv_heads) * static_cast<size_t>(head_dim));
-  page_bytes = Align(kPageTokens);  // flags
+  const size_t keys =
+      Aligned(element * kPageTokens * static_cast<size_t>(num_kv_heads) * static_cast<size_t>(head_dim));
+  page_bytes = Aligned(kPageTokens);  // flags
   for (int32_t i = 0; i < num_layers; ++i) {
     // The attention says how wide representatives are and how many of them a page completes; a plan of one page asks.
     PlanDesc desc = PagedPlan(config, SettingsOfLayer(config, settings, i), dtype);
@@ -49,13 +45,13 @@ PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings,
     layer.keys = page_bytes;
     layer.values = layer.keys + keys;
     layer.representatives = layer.values + keys;
-    size_t bytes = Align(room);
+    size_t bytes = Aligned(room);
     if (plan.SelectionSlots() > 0) {
       layer.rep_width = plan.RepWidth();
       layer.rep_rows = kPageTokens / plan.RepStride();
       overhang = std::max(overhang, kPageTokens - static_cast<int32_t>(plan.NumReps()) * plan.RepStride());
-      bytes = std::max(bytes, Align(element * static_cast<size_t>(layer.rep_rows) * static_cast<size_t>(num_kv_heads) *
-                                    static_cast<size_t>(layer.rep_width)));
+      bytes = std::max(bytes, Aligned(element * static_cast<size_t>(layer.rep_rows) *
+                                      static_cast<size_t>(num_kv_heads) * static_cast<size_t>(layer.rep_width)));
     }
     page_bytes = layer.representatives + bytes;
     representative_bytes += bytes;
