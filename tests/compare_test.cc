@@ -20,9 +20,6 @@
 namespace phsa {
 namespace {
 
-const std::vector<Policy> kPolicies = {Policy::kDense,     Policy::kPhsa,       Policy::kInfllm2,
-                                       Policy::kStreaming, Policy::kInfllm2_64, Policy::kQuest};
-
 std::unique_ptr<Engine> MakeEngine(std::unique_ptr<FakeModel> model = std::make_unique<FakeModel>()) {
   return LoadedEngine(FakeOptions(1024, 64), std::move(model));
 }
@@ -38,7 +35,7 @@ AttentionFlops CountOneByOne(const Settings& settings, const ModelConfig& config
     const reference::Method method = reference::MethodOf(settings, kv_head, config.head_dim, PHSA_F32);
     const bool chooses = method.representation != Representation::kNone && method.top_k > 0;
     const bool pooled = method.representation == Representation::kPooled;
-    const int32_t stride = pooled ? 16 : method.block, span = pooled ? 32 : method.block;
+    const int32_t row = method.block / method.parts, stride = pooled ? 16 : row, span = pooled ? 32 : row;
     for (int32_t first = 0; chooses && first + span <= tokens; first += stride) {
       for (int32_t key = 0; key < span; ++key) flops.representatives += 2 * config.head_dim;
     }
@@ -64,12 +61,13 @@ AttentionFlops CountOneByOne(const Settings& settings, const ModelConfig& config
 
 TEST(Flops, AreThoseThatALoopOverAllProductsCounts) {
   ModelConfig config = FakeModel().config();
-  for (const Policy policy : kPolicies) {
+  for (const Policy policy : PoliciesThat(Runs)) {
     for (const int32_t top_k : {0, 3, 1000}) {
       for (const int32_t dense_below : {0, 128}) {
         for (const int32_t tokens : {1, 15, 16, 333, 640}) {
           Settings settings = SmallSettings(policy, top_k);
           settings.dense_below = dense_below;
+          settings.parts = tokens == 640 ? 4 : 1;
           const AttentionFlops one = CountOneByOne(settings, config, tokens);
           const AttentionFlops all = CountAttentionFlops({settings, {}}, config, tokens);
           const std::string where = fmt::format("{} K={} dense_below={} {}", Name(policy), top_k, dense_below, tokens);
@@ -85,7 +83,7 @@ TEST(Flops, AreThoseThatALoopOverAllProductsCounts) {
 TEST(Flops, OfAttentionAreTheTokensThatARunRead) {
   const std::unique_ptr<Engine> engine = MakeEngine();
   const std::vector<int32_t> tokens = Tokens(700);
-  for (const Policy policy : kPolicies) {
+  for (const Policy policy : PoliciesThat(Runs)) {
     engine->SetAttention({SmallSettings(policy, 4), {}});
     const TokensRead before = engine->decoder().tokens_read();
     Session session(*engine);

@@ -501,7 +501,7 @@ cudaError_t Upload(const void* from, size_t size, void* to, cudaStream_t) {
 }
 void Represent(const PlanImpl& plan, const phsa::ForwardParams& params) {
   if (params.kv.reps == nullptr || plan.top_k == 0) return;
-  Do([&plan, params] { ReferenceBackend().represent(plan, params.kv, {}); });
+  Do([&plan, params] { ReferenceBackend().represent(plan, params); });
 }
 void Select(const PlanImpl& plan, const phsa::ForwardParams& params) {
   Do([&plan, params] { ReferenceBackend().select(plan, params); });

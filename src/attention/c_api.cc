@@ -7,8 +7,9 @@
 
 #include "attention/c_structs.h"
 #include "attention/cuda/backend.h"
-#include "attention/targets.h"
+#include "attention/policies.h"
 #include "base/errors.h"
+#include "base/simd.h"
 #include "phsa/attention.h"
 #include "phsa/punctuation.h"
 #include "phsa/threads.h"
@@ -125,6 +126,22 @@ using phsa::Given;
 using phsa::Guarded;
 
 extern "C" {
+
+phsa_status phsa_policy_describe(int32_t policy, phsa_policy_info* out) {
+  return Guarded([&] {
+    if (Given(out, "out").struct_size != sizeof(*out)) {
+      phsa::ThrowInvalid("policy: struct_size is {}; allowed: {} (use PHSA_INIT)", out->struct_size, sizeof(*out));
+    }
+    if (!phsa::IsPolicy(policy)) {
+      phsa::ThrowInvalid("policy: there is no policy {}; allowed: 0 to {}", policy, std::size(phsa::kPolicies) - 1);
+    }
+    const auto p = static_cast<phsa::Policy>(policy);
+    const phsa::PolicyRow& row = phsa::RowOf(p);
+    *out = {out->struct_size,  phsa::Runs(p),   phsa::RunsOnCuda(p),    phsa::IsDense(p), phsa::Chooses(p),
+            phsa::HasMeans(p), phsa::Weighs(p), phsa::HasPlainMeans(p), row.own_block,    row.name,
+            row.label};
+  });
+}
 
 phsa_status phsa_settings_preset(int64_t context_tokens, phsa_settings* out) {
   return Guarded([&] { phsa::Write(phsa::Settings::Preset(context_tokens), &Given(out, "out")); });
@@ -251,18 +268,19 @@ int32_t phsa_has_device(int32_t device) {
 }
 
 const char* phsa_targets(void) {
-  static const std::string names = phsa::TargetNames();
+  static const std::string names = phsa::SimdNames();
   return names.c_str();
 }
 
 const char* phsa_target(void) {
   thread_local std::string name;
   // The analyzer takes it for a variable that ends with the function.
-  return Guarded([&] { name = phsa::TargetName(); }) == PHSA_OK ? name.c_str() : "";  // NOLINT(clang-analyzer-*)
+  return Guarded([&] { name = phsa::Name(phsa::ActiveSimd()); }) == PHSA_OK ? name.c_str()
+                                                                            : "";  // NOLINT(clang-analyzer-*)
 }
 
 phsa_status phsa_set_target(const char* name) {
-  return Guarded([&] { phsa::SetTarget(&Given(name, "name")); });
+  return Guarded([&] { phsa::SetSimd(&Given(name, "name")); });
 }
 
 }  // extern "C"
