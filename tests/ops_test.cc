@@ -28,12 +28,19 @@ struct Pair {
   ActivationType activations;
 };
 constexpr Pair kPairs[] = {
-    {WeightType::kF32, ActivationType::kF32},   {WeightType::kBf16, ActivationType::kBf16},
-    {WeightType::kInt8, ActivationType::kF32},  {WeightType::kInt8, ActivationType::kBf16},
-    {WeightType::kInt8, ActivationType::kInt8}, {WeightType::kInt4, ActivationType::kF32},
-    {WeightType::kInt4, ActivationType::kBf16}, {WeightType::kInt4, ActivationType::kInt8},
-    {WeightType::kInt6, ActivationType::kBf16}, {WeightType::kInt6, ActivationType::kInt8},
+    {WeightType::kF32, ActivationType::kF32},    {WeightType::kBf16, ActivationType::kBf16},
+    {WeightType::kInt8, ActivationType::kF32},   {WeightType::kInt8, ActivationType::kBf16},
+    {WeightType::kInt8, ActivationType::kInt8},  {WeightType::kInt4, ActivationType::kF32},
+    {WeightType::kInt4, ActivationType::kBf16},  {WeightType::kInt4, ActivationType::kInt8},
+    {WeightType::kInt6, ActivationType::kBf16},  {WeightType::kInt6, ActivationType::kInt8},
+    {WeightType::kInt5, ActivationType::kBf16},  {WeightType::kInt5, ActivationType::kInt8},
+    {WeightType::kInt4K, ActivationType::kF32},  {WeightType::kInt4K, ActivationType::kBf16},
+    {WeightType::kInt4K, ActivationType::kInt8}, {WeightType::kInt5K, ActivationType::kBf16},
+    {WeightType::kInt5K, ActivationType::kInt8},
 };
+bool HasOddBits(WeightType type) {
+  return type == WeightType::kInt5 || type == WeightType::kInt5K || type == WeightType::kInt6;
+}
 
 std::string Name(const Pair& pair) {
   constexpr const char* kActivations[] = {"f32", "bf16", "int8"};
@@ -59,8 +66,8 @@ class Ops : public testing::Test {
     ForEachTarget([&] {
       for (const Pair& pair : kPairs) {
         SCOPED_TRACE(Name(pair));
-        if (pair.weights == WeightType::kInt6 && !FastProducts().int6) {
-          EXPECT_FALSE(HasProduct(WeightType::kInt6, ActivationType::kF32));
+        if (HasOddBits(pair.weights) && !FastProducts().odd_bits) {
+          EXPECT_FALSE(HasProduct(pair.weights, ActivationType::kF32));
           continue;
         }
         ASSERT_TRUE(HasProduct(pair.weights, pair.activations));
@@ -99,29 +106,49 @@ Weights MakeWeights(WeightType type, int32_t rows, int32_t cols, uint32_t seed) 
     std::vector<float> scales(static_cast<size_t>(groups)), mins(scales.size());
     for (float& s : scales) s = F32FromF16(F16FromF32(scale(rng)));
     for (float& s : mins) s = F32FromF16(F16FromF32(-8 * scale(rng)));
-    if (type == WeightType::kInt4) {
-      std::vector<uint8_t> codes(static_cast<size_t>(cols));
-      for (uint8_t& c : codes) c = rng() & 15;
-      w.matrix.SetRowInt4(r, codes.data(), scales.data(), mins.data());
+    const size_t supers = static_cast<size_t>((cols + kSuperGroup - 1) / kSuperGroup);
+    const auto factors = [&] {
+      std::vector<uint16_t> out(supers);
+      for (uint16_t& f : out) f = F16FromF32(rng() % 2 == 0 ? scale(rng) / 32 : -scale(rng) / 32);
+      return out;
+    };
+    std::vector<uint8_t> codes(static_cast<size_t>(cols));
+    if (type == WeightType::kInt4 || type == WeightType::kInt5) {
+      for (uint8_t& c : codes) c = rng() & (type == WeightType::kInt4 ? 15 : 31);
+      w.matrix.SetRowCodes(r, codes.data(), scales.data(), mins.data());
       for (int32_t c = 0; c < cols; ++c) {
         part[c] = codes[static_cast<size_t>(c)] * scales[static_cast<size_t>(c / kWeightGroup)];
         minimum[c] = mins[static_cast<size_t>(c / kWeightGroup)];
       }
-    } else if (type == WeightType::kInt6) {
-      std::vector<uint8_t> codes(static_cast<size_t>(cols));
-      for (uint8_t& c : codes) c = rng() & 63;
-      scales.resize(static_cast<size_t>((cols + kInt6Group - 1) / kInt6Group));
-      for (float& s : scales) s = F32FromF16(F16FromF32(rng() % 2 == 0 ? scale(rng) : -scale(rng)));
-      w.matrix.SetRowInt6(r, codes.data(), scales.data());
+    } else if (type == WeightType::kInt4K || type == WeightType::kInt5K) {
+      for (uint8_t& c : codes) c = rng() & (type == WeightType::kInt4K ? 15 : 31);
+      const std::vector<uint16_t> large = factors(), large_mins = factors();
+      std::vector<uint8_t> small(scales.size()), small_mins(scales.size());
+      for (uint8_t& s : small) s = rng() & 63;
+      for (uint8_t& s : small_mins) s = rng() & 63;
+      w.matrix.SetRowCodes(r, codes.data(), {large.data(), large_mins.data(), small.data(), small_mins.data()});
       for (int32_t c = 0; c < cols; ++c) {
-        part[c] = (codes[static_cast<size_t>(c)] - 32) * scales[static_cast<size_t>(c / kInt6Group)];
+        const auto g = static_cast<size_t>(c / kWeightGroup), super = static_cast<size_t>(c / kSuperGroup);
+        part[c] = codes[static_cast<size_t>(c)] * (F32FromF16(large[super]) * small[g]);
+        minimum[c] = F32FromF16(large_mins[super]) * small_mins[g];
+      }
+    } else if (type == WeightType::kInt6) {
+      for (uint8_t& c : codes) c = rng() & 63;
+      const std::vector<uint16_t> large = factors();
+      std::vector<int8_t> small(static_cast<size_t>((cols + kInt6Group - 1) / kInt6Group));
+      for (int8_t& s : small) s = static_cast<int8_t>(static_cast<int>(rng() % 256) - 128);
+      w.matrix.SetRowInt6(r, codes.data(), large.data(), small.data());
+      for (int32_t c = 0; c < cols; ++c) {
+        const float of_group =
+            F32FromF16(large[static_cast<size_t>(c / kSuperGroup)]) * small[static_cast<size_t>(c / kInt6Group)];
+        part[c] = static_cast<float>(codes[static_cast<size_t>(c)] - 32) * of_group;
       }
     } else if (type == WeightType::kInt8) {
-      std::vector<int8_t> codes(static_cast<size_t>(cols));
-      for (int8_t& c : codes) c = static_cast<int8_t>(static_cast<int>(rng() % 256) - 128);
-      w.matrix.SetRowInt8(r, codes.data(), scales.data());
+      std::vector<int8_t> bytes(static_cast<size_t>(cols));
+      for (int8_t& c : bytes) c = static_cast<int8_t>(static_cast<int>(rng() % 256) - 128);
+      w.matrix.SetRowInt8(r, bytes.data(), scales.data());
       for (int32_t c = 0; c < cols; ++c) {
-        part[c] = codes[static_cast<size_t>(c)] * scales[static_cast<size_t>(c / kWeightGroup)];
+        part[c] = bytes[static_cast<size_t>(c)] * scales[static_cast<size_t>(c / kWeightGroup)];
       }
     } else {
       const std::vector<float> values = RandomFloats(static_cast<size_t>(cols), rng());
@@ -193,9 +220,9 @@ void ExpectProduct(const Weights& w, const std::vector<float>& x, int32_t m, Act
         size += std::fabs(e * w.part[at]) + std::fabs(e * w.minimum[at]);
         minima += std::fabs(e * w.minimum[at]);
       }
-      // Matrix tiles take a group's sum of x, which meets the minimum, in two bf16.
+      // Matrix tiles take the minimum and a group's sum of x, which it meets, in two bf16 each.
       if (activations == ActivationType::kInt8 || OpsTargetName() != "avx3_amx") minima = 0;
-      const double bound = size * (2 * cols + 16) * 0x1p-24 + minima * 0x1p-17 + 1e-30;
+      const double bound = size * (2 * cols + 16) * 0x1p-24 + minima * 0x1p-16 + 1e-30;
       ASSERT_NEAR(y[static_cast<size_t>(r) * static_cast<size_t>(rows) + static_cast<size_t>(n)], sum, bound)
           << "row " << r << " of x, row " << n << " of W, " << rows << " × " << cols;
     }
@@ -257,7 +284,7 @@ TEST_F(Ops, ThreadsAndNeighboursInACallChangeNoBit) {
 
 // Sums of integers are exact in every instruction set, and what follows is the same arithmetic wherever it is fused.
 TEST_F(Ops, Int8ActivationsGiveTheSameBitsOnEveryTargetWithFusedMultiplyAdd) {
-  for (const WeightType type : {WeightType::kInt8, WeightType::kInt4}) {
+  for (const WeightType type : {WeightType::kInt8, WeightType::kInt4, WeightType::kInt4K}) {
     const Weights w = MakeWeights(type, 35, 320, 31);
     const std::vector<float> x = RandomFloats(10 * 320, 32);
     std::vector<float> first;
@@ -342,10 +369,10 @@ TEST_F(Ops, NanAndInfinityStayInTheirRow) {
 }
 
 TEST_F(Ops, RowsComeBackAsTheyWereSet) {
-  for (const int32_t cols : {1, 31, 32, 50, 128}) {
+  for (const int32_t cols : {1, 31, 32, 50, 128, 260, 768}) {
     for (const int32_t rows : {1, 16, 19}) {
-      for (const WeightType type :
-           {WeightType::kF32, WeightType::kBf16, WeightType::kInt8, WeightType::kInt4, WeightType::kInt6}) {
+      for (int i = 0; i < kNumWeightTypes; ++i) {
+        const auto type = static_cast<WeightType>(i);
         const Weights w = MakeWeights(type, rows, cols, 71);
         std::vector<float> row(static_cast<size_t>(cols));
         for (int32_t r = 0; r < rows; ++r) {
@@ -431,7 +458,7 @@ TEST_F(Ops, ScalesOutsideTheRangeOfF16AreKept) {
     std::vector<uint8_t> codes(64);
     for (size_t i = 0; i < 64; ++i) codes[i] = static_cast<uint8_t>(i % 16);
     Matrix matrix(WeightType::kInt4, 1, 64);
-    matrix.SetRowInt4(0, codes.data(), scales.data(), mins.data());
+    matrix.SetRowCodes(0, codes.data(), scales.data(), mins.data());
     std::vector<float> row(64);
     matrix.GetRow(0, row.data());
     for (size_t i = 0; i < 64; ++i) {

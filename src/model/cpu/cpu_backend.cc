@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <set>
 #include <utility>
 
@@ -21,8 +22,9 @@ namespace {
 // Logits of many rows are made this many at a time: a whole chunk of them would take more memory than the weights.
 constexpr int32_t kLogitRows = 32;
 
-constexpr WeightType kWeightTypes[] = {WeightType::kF32, WeightType::kBf16, WeightType::kInt8, WeightType::kInt4,
-                                       WeightType::kInt6};
+constexpr WeightType kWeightTypes[] = {WeightType::kF32,  WeightType::kBf16, WeightType::kInt8,  WeightType::kInt4,
+                                       WeightType::kInt6, WeightType::kInt5, WeightType::kInt4K, WeightType::kInt5K};
+static_assert(std::size(kWeightTypes) == kNumWeightTypes);
 
 using Clock = std::chrono::steady_clock;
 
@@ -38,9 +40,12 @@ ActivationType ActivationsFor(WeightType weights, ActivationType wanted, Activat
   switch (weights) {
     case WeightType::kF32: return ActivationType::kF32;
     case WeightType::kBf16: return ActivationType::kBf16;
+    case WeightType::kInt5:
+    case WeightType::kInt5K:
     case WeightType::kInt6:
     case WeightType::kInt8: return wanted_int8;
-    case WeightType::kInt4: return wanted;
+    case WeightType::kInt4:
+    case WeightType::kInt4K: return wanted;
   }
   return wanted;
 }

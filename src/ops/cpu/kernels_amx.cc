@@ -8,8 +8,9 @@
 // its columns are, for each of the 8 groups, the minimum's upper and lower 8 bits against the upper and lower 8 of the
 // sum of x. So they cost a ninth instead of as much as the scales.
 //
-// int8 activations: sums of integers are exact, so that tiles give vpdpbusd's bits, and both are used: tiles for many
-// rows.
+// int8 activations: sums of integers are exact, so that tiles give vpdpbusd's bits, and both are used: tiles for each
+// 16 rows, that for what is left. A group's sums are converted and scaled as there: three instructions a row beside a
+// tile's sixteen cycles.
 #include "ops/cpu/kernels.h"
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
@@ -41,12 +42,13 @@ constexpr int64_t kRowsCache = 640 * 1024;  // of the second cache, for rows of 
 constexpr int64_t kPanelBytes = (kBlockGroups + 1) * kTileBytes + 2 * kBlockGroups * 64;
 
 // Codes of a type of weights as operands. A group has kWords words of two columns; an operand has kRows = kWords rows.
-struct Int4 {
+template <class Direct>
+struct WithMinimum {
   static constexpr int kWords = 16, kGroups = kBlockGroups;
   static constexpr bool kMinimum = true;
   static void Expand(const uint8_t* panel, const PanelLayout& layout, int32_t first, int32_t groups, uint8_t* out) {
     float scales[2 * kBlockGroups * 16];
-    DirectInt4::Expand(panel + layout.codes, panel, first, groups, out, scales);
+    ExpandGroups<Direct>(panel + layout.codes, panel, first, groups, out, scales);
     float* const to = reinterpret_cast<float*>(out + (kBlockGroups + 1) * kTileBytes);
     uint8_t* minima = out + kBlockGroups * kTileBytes;
     for (int32_t g = 0; g < groups; ++g, minima += 128) {
@@ -55,11 +57,12 @@ struct Int4 {
     }
     for (int32_t g = groups; g < kBlockGroups; ++g, minima += 128) StoreMinima(_mm512_setzero_ps(), minima);
   }
-  // Two words: the upper 8 bits twice, the lower 8 twice.
+  // Two words: the upper 8 bits twice, the next 8, rounded, twice.
   static PHSA_INLINE void StoreMinima(__m512 minimum, uint8_t* out) {
     const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
     const __m512i high = _mm512_and_si512(_mm512_castps_si512(minimum), mask);
-    const __m512i low = _mm512_and_si512(_mm512_castps_si512(_mm512_sub_ps(minimum, _mm512_castsi512_ps(high))), mask);
+    const __m512i rest = _mm512_castps_si512(_mm512_sub_ps(minimum, _mm512_castsi512_ps(high)));
+    const __m512i low = _mm512_and_si512(_mm512_add_epi32(rest, _mm512_set1_epi32(0x8000)), mask);
     _mm512_storeu_si512(out, _mm512_or_si512(high, _mm512_srli_epi32(high, 16)));
     _mm512_storeu_si512(out + 64, _mm512_or_si512(low, _mm512_srli_epi32(low, 16)));
   }
@@ -69,8 +72,8 @@ struct Int8 {
   static constexpr int kWords = 16, kGroups = kBlockGroups;
   static constexpr bool kMinimum = false;
   static void Expand(const uint8_t* panel, const PanelLayout& layout, int32_t first, int32_t groups, uint8_t* out) {
-    DirectInt8::Expand(panel + layout.codes, panel, first, groups, out,
-                       reinterpret_cast<float*>(out + (kBlockGroups + 1) * kTileBytes));
+    ExpandGroups<DirectInt8>(panel + layout.codes, panel, first, groups, out,
+                             reinterpret_cast<float*>(out + (kBlockGroups + 1) * kTileBytes));
   }
 };
 
@@ -78,8 +81,8 @@ struct Int6 {
   static constexpr int kWords = 8, kGroups = 2 * kBlockGroups;  // of 16 columns
   static constexpr bool kMinimum = false;
   static void Expand(const uint8_t* panel, const PanelLayout& layout, int32_t first, int32_t groups, uint8_t* out) {
-    DirectInt6::Expand(panel + layout.codes, panel, first, groups, out,
-                       reinterpret_cast<float*>(out + (kBlockGroups + 1) * kTileBytes));
+    ExpandGroups<DirectInt6>(panel + layout.codes, panel, first, groups, out,
+                             reinterpret_cast<float*>(out + (kBlockGroups + 1) * kTileBytes));
   }
 };
 
@@ -400,11 +403,19 @@ void Set(Kernels* kernels, int block_groups, int group_bytes, size_t scratch,
   product.tile_rows = kRowsOfTile;
 }
 
+template <WeightType kWeights, class Direct>
+void SetWithMinimum(Kernels* kernels) {
+  Set<kWeights>(kernels, kBlockGroups, 72, kPanels * kPanelBytes, &Convert<true>, &Multiply<WithMinimum<Direct>>);
+}
+
 }  // namespace
 
 bool AddAmx(Kernels* kernels) {
   if (!AmxIsThere()) return false;
-  Set<WeightType::kInt4>(kernels, kBlockGroups, 72, kPanels * kPanelBytes, &Convert<true>, &Multiply<Int4>);
+  SetWithMinimum<WeightType::kInt4, DirectInt4>(kernels);
+  SetWithMinimum<WeightType::kInt4K, DirectInt4K>(kernels);
+  SetWithMinimum<WeightType::kInt5, DirectInt5>(kernels);
+  SetWithMinimum<WeightType::kInt5K, DirectInt5K>(kernels);
   Set<WeightType::kInt8>(kernels, kBlockGroups, 64, kPanels * kPanelBytes, &Convert<false>, &Multiply<Int8>);
   Set<WeightType::kInt6>(kernels, kBlockGroups, 64, kPanels * kPanelBytes, &Convert<false>, &Multiply<Int6>);
   Set<WeightType::kBf16>(kernels, kPlainBlockGroups, 64, 0, &Convert<false>, &MultiplyPlain);
