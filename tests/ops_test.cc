@@ -185,7 +185,8 @@ struct Output {
 
 // y of each output, [m][rows], through buffers of exactly the size that was asked for.
 std::vector<std::vector<float>> Multiply(const std::vector<float>& x, int32_t m, ActivationType activations,
-                                         const std::vector<Output>& outputs, ThreadPool* pool = nullptr) {
+                                         const std::vector<Output>& outputs, ThreadPool* pool = nullptr,
+                                         const LinearGate* gate = nullptr) {
   const Matrix& first = *outputs[0].weights;
   const int32_t threads = pool != nullptr ? pool->num_threads() : 1;
   const size_t size = LinearWorkspaceSize(first.type(), activations, m, first.cols(), threads);
@@ -199,7 +200,7 @@ std::vector<std::vector<float>> Multiply(const std::vector<float>& x, int32_t m,
   }
   for (size_t i = 0; i < calls.size(); ++i) calls[i].y = y[i].data();
   const phsa_executor executor = pool != nullptr ? pool->executor() : phsa_executor{};
-  Linear(x.data(), first.cols(), m, activations, calls, workspace, size, executor);
+  Linear(x.data(), first.cols(), m, activations, calls, workspace, size, executor, gate);
   std::free(workspace);
   return y;
 }
@@ -277,6 +278,28 @@ TEST_F(Ops, ThreadsAndNeighboursInACallChangeNoBit) {
         ASSERT_EQ(y[0], alone_k) << threads << " threads, m " << m;
         ASSERT_EQ(y[1], alone_q) << threads << " threads, m " << m;
         ASSERT_EQ(y[2], alone_k) << threads << " threads, m " << m;
+      }
+    }
+  });
+}
+
+TEST_F(Ops, AGateWhereBothHalvesAreMadeGivesTheBitsOfOneAfterwards) {
+  constexpr int32_t kRows = 203, kCols = 96;
+  const LinearGate gate = {[](const void*, const float* of_gate, const float* up, int32_t n, float* out) {
+                             SiluMul(of_gate, n, up, n, 1, n, out, n, {});
+                           },
+                           nullptr};
+  ForEachTargetAndPair([&](const Pair& pair) {
+    const Weights a = MakeWeights(pair.weights, kRows, kCols, 25), b = MakeWeights(pair.weights, kRows, kCols, 26);
+    for (const int32_t m : {1, 9, 70}) {
+      const std::vector<float> x = RandomFloats(static_cast<size_t>(m) * kCols, 8);
+      const auto halves = Multiply(x, m, pair.activations, {{&a.matrix}, {&b.matrix}});
+      std::vector<float> expected(halves[0].size());
+      SiluMul(halves[0].data(), kRows, halves[1].data(), kRows, m, kRows, expected.data(), kRows, {});
+      for (const int32_t threads : {1, 3}) {
+        ThreadPool pool(threads);
+        ASSERT_EQ(Multiply(x, m, pair.activations, {{&a.matrix}, {&b.matrix}}, &pool, &gate)[0], expected)
+            << threads << " threads, m " << m;
       }
     }
   });

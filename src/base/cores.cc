@@ -40,7 +40,8 @@ int32_t PhysicalCores(const std::filesystem::path& root, const std::vector<int>&
   std::set<std::string> siblings;  // of each core: the CPUs that it is
   int32_t unknown = 0;
   for (const int cpu : cpus) {
-    std::ifstream file(root / "sys/devices/system/cpu" / ("cpu" + std::to_string(cpu)) / "topology/thread_siblings_list");
+    std::ifstream file(root / "sys/devices/system/cpu" / ("cpu" + std::to_string(cpu)) /
+                       "topology/thread_siblings_list");
     std::string list;
     if (cpu >= 0 && file >> list) {
       siblings.insert(list);

@@ -94,14 +94,21 @@ struct LinearOutput {
   int64_t y_stride = 0;
 };
 
+// What is done to a row of two products of the same shape where they are made, as soon as both are there:
+// out[0, n) = apply(gate[0, n), up[0, n)), with any part of a row alone. `out` is the first product's y.
+struct LinearGate {
+  void (*apply)(const void* context, const float* gate, const float* up, int32_t n, float* out);
+  const void* context;
+};
+
 // Bytes of workspace, aligned to 64, that a call with up to m rows of x, `cols` columns and this many threads needs.
 size_t LinearWorkspaceSize(WeightType weights, ActivationType activations, int32_t m, int32_t cols,
                            int32_t num_threads);
 
-// x [m][cols], f32.
+// x [m][cols], f32. With a gate there are two outputs with as many rows.
 void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
             std::span<const LinearOutput> outputs, void* workspace, size_t workspace_size,
-            const phsa_executor& executor);
+            const phsa_executor& executor, const LinearGate* gate = nullptr);
 
 // What this CPU multiplies fastest: whether it has bf16 products, and 8-bit integer ones; and both with weights of 5
 // and 6 bits.
