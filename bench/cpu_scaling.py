@@ -6,8 +6,9 @@
 Prints a JSON line for each measurement as it comes (`program`, `attention`, `threads`, `test`, `tokens`, `depth`,
 `tokens_per_s`), then a markdown table: tokens/s, in brackets times llama.cpp with the same threads, and what the most
 threads are worth beside one. The most threads are measured first and one thread last, and nothing begins after
-`--seconds`. llama.cpp is measured where the Python package llama-cpp-python can be imported (flash attention on), and
-not for long prompts on few threads, which would take most of the time.
+`--seconds`. llama.cpp is measured where the Python package llama-cpp-python can be imported (flash attention on).
+Prompts of more than 1,024 tokens are left out on few threads, and so are llama.cpp's depths: they would take most of
+the time.
 """
 
 import argparse
@@ -24,9 +25,12 @@ except ImportError:
     llama_bench = None
 
 
+LONG = 1024  # tokens of a prompt that few threads do not read
+
+
 def phsa(args, threads: int, prompts: str, generate: str, depth: str) -> list[dict]:
     command = [args.phsa, "bench", "-m", args.model, "-t", str(threads), "--attention", args.attention, "--json"]
-    command += ["-p", prompts, "-n", generate, "-d", depth, "-r", "2"]
+    command += ["-p", prompts or "0", "-n", generate, "-d", depth, "-r", "2"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"cpu_scaling: {' '.join(command)} failed: {done.stderr.strip()}")
@@ -67,8 +71,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=180)
     args = parser.parse_args()
     threads = sorted({int(n) for n in args.threads.split(",")}, reverse=True)
-    prompts = [int(n) for n in args.prompts.split(",")]
-    depths = [int(n) for n in args.depths.split(",")]
+    prompts = [int(n) for n in args.prompts.split(",") if n]
+    depths = [int(n) for n in args.depths.split(",") if n]
     tests = [("pp", n, 0) for n in prompts] + [("tg", args.generate, d) for d in depths]
     cores = len(os.sched_getaffinity(0))
     print(f"{cores} cores for {', '.join(map(str, threads))} threads", file=sys.stderr)
@@ -86,15 +90,17 @@ def main() -> int:
 
     for count in threads:
         if time.monotonic() < deadline:
-            rows = phsa(args, count, ",".join(map(str, prompts)), "0", "0")
-            rows += phsa(args, count, "0", str(args.generate), args.depths)
+            few = [n for n in prompts if n <= LONG or count >= 4]
+            rows = phsa(args, count, ",".join(map(str, few)), "0", "0") if few else []
+            if depths:
+                rows += phsa(args, count, "0", str(args.generate), ",".join(map(str, depths)))
             for row in rows:
                 note("phsa", row["attention"], count, (row["test"], row["tokens"], row["depth"]), row["tokens_per_s"])
         if llama_bench is None:
             continue
-        peer = Peer(path, max(*prompts, max(depths) + args.generate), count)
+        peer = Peer(path, max(n + d for _, n, d in tests), count)
         for test in tests:
-            if test[0] == "pp" and test[1] > 1024 and count < 8:
+            if count < 4 and (test[2] > 0 or test[1] > LONG):
                 continue
             if time.monotonic() < deadline:
                 note("llama.cpp", "dense", count, test, peer.measure(*test))

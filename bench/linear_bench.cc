@@ -44,7 +44,8 @@ struct Options {
 constexpr const char* kOptions =
     "bench_linear [--m 1,8,64,512] [--shapes 576x576,49152x576] [--types int4/bf16,int4/int8] [--threads N]\n"
     "             [--repeat 5] [--target NAME] [--onednn 0|1]\n"
-    "types: WEIGHTS/ACTIVATIONS, of f32/f32 bf16/bf16 int8/f32 int8/bf16 int8/int8 int4/f32 int4/bf16 int4/int8\n";
+    "types: WEIGHTS/ACTIVATIONS: f32/f32, bf16/bf16, and int8, int4, int4k with f32, bf16, int8; where the CPU has\n"
+    "both, also int5, int5k, int6 with bf16, int8\n";
 
 [[noreturn]] void Usage(const std::string& problem) {
   std::fprintf(stderr, "bench_linear: %s\n%s", problem.c_str(), kOptions);
@@ -151,14 +152,14 @@ struct Type {
 };
 
 Type ParseType(const std::string& text) {
-  constexpr const char* kWeights[] = {"f32", "bf16", "int8", "int4"};
   constexpr const char* kActivations[] = {"f32", "bf16", "int8"};
-  for (int w = 0; w < 4; ++w) {
+  for (int w = 0; w < phsa::kNumWeightTypes; ++w) {
+    const auto weights = static_cast<WeightType>(w);
     for (int a = 0; a < 3; ++a) {
-      if ((w == 0 && a != 0) || (w == 1 && a != 1)) continue;
-      if (text == std::string(kWeights[w]) + "/" + kActivations[a]) {
-        return {static_cast<WeightType>(w), static_cast<ActivationType>(a)};
-      }
+      const auto activations = static_cast<ActivationType>(a);
+      if (text != std::string(phsa::WeightTypeName(weights)) + "/" + kActivations[a]) continue;
+      if (!phsa::HasProduct(weights, activations)) Usage("this CPU has no product of " + text);
+      return {weights, activations};
     }
   }
   Usage("unknown type " + text);
@@ -169,20 +170,27 @@ Matrix MakeMatrix(WeightType type, int rows, int cols, uint32_t seed) {
   std::mt19937 rng(seed);
   const size_t n = static_cast<size_t>(cols), groups = (n + 31) / 32;
   std::vector<float> values(n), scales(groups, 0.01f), mins(groups, -0.08f);
-  std::vector<uint8_t> codes(n);
+  std::vector<uint8_t> codes(n), small(n / 8 + 1, 37);  // small: scales of two levels
+  std::vector<uint16_t> factors(n / 256 + 1, phsa::F16FromF32(3e-4f)), min_factors(factors.size(), factors[0] | 0x8000);
   std::vector<int8_t> signed_codes(n);
   std::uniform_real_distribution<float> uniform(-1, 1);
   for (int r = 0; r < rows; ++r) {
     if (r % 64 == 0) {  // new numbers for some rows; drawing them all would take longer than the measurements
       for (size_t i = 0; i < n; ++i) {
         values[i] = uniform(rng);
-        codes[i] = rng() & 15;
+        codes[i] = rng() & (type == WeightType::kInt6                                 ? 63
+                            : type == WeightType::kInt5 || type == WeightType::kInt5K ? 31
+                                                                                      : 15);
         signed_codes[i] = static_cast<int8_t>(static_cast<int>(rng() % 255) - 127);
       }
     }
     scales[static_cast<size_t>(r) % groups] = 0.01f + static_cast<float>(r % 7) * 1e-3f;
-    if (type == WeightType::kInt4) {
-      matrix.SetRowInt4(r, codes.data(), scales.data(), mins.data());
+    if (type == WeightType::kInt4 || type == WeightType::kInt5) {
+      matrix.SetRowCodes(r, codes.data(), scales.data(), mins.data());
+    } else if (type == WeightType::kInt4K || type == WeightType::kInt5K) {
+      matrix.SetRowCodes(r, codes.data(), {factors.data(), min_factors.data(), small.data(), small.data()});
+    } else if (type == WeightType::kInt6) {
+      matrix.SetRowInt6(r, codes.data(), factors.data(), reinterpret_cast<const int8_t*>(small.data()));
     } else if (type == WeightType::kInt8) {
       matrix.SetRowInt8(r, signed_codes.data(), scales.data());
     } else {

@@ -67,7 +67,7 @@ int main(int argc, char** argv) try {
     if (op.name.find(only) == std::string::npos) continue;
     for (const phsa::Simd simd : targets) {
       phsa::SetSimd(phsa::Name(simd));
-      if (op.name.starts_with("linear int6") && !phsa::FastProducts().int6) continue;
+      if (op.needs_odd_bits && !phsa::FastProducts().odd_bits) continue;
       std::vector<float> out(op.outputs);
       double best = 1e30;
       for (int n = 0; n < repeat; ++n) {

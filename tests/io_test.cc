@@ -183,28 +183,57 @@ std::string RandomBlocks(TensorType type, size_t blocks, std::mt19937* random) {
   return out;
 }
 
-TEST(UnpackInt4, CodesScalesAndMinimaGiveExactlyWhatDequantizeGives) {
+TEST(UnpackCodes, CodesScalesAndMinimaGiveExactlyWhatDequantizeGives) {
   std::mt19937 random(1);
   for (const TensorType type : kAllTypes) {
     const int64_t count = 64 * TensorTypeBlockElements(type);
     const std::string blocks = RandomBlocks(type, 64, &random);
     std::vector<uint8_t> codes(static_cast<size_t>(count), 0xee);
     std::vector<float> scales(codes.size() / 32 + 1), mins(scales.size()), wanted(codes.size());
-    const bool is_int4 = type == TensorType::kQ4_0 || type == TensorType::kQ4_1 || type == TensorType::kQ4_K;
-    ASSERT_EQ(UnpackInt4(type, Data(blocks), count, codes.data(), scales.data(), mins.data()), is_int4);
-    if (!is_int4) {
+    const bool fours = type == TensorType::kQ4_0 || type == TensorType::kQ4_1;
+    const bool fives = type == TensorType::kQ5_0 || type == TensorType::kQ5_1;
+    ASSERT_EQ(UnpackCodes(type, Data(blocks), count, codes.data(), scales.data(), mins.data()), fours || fives);
+    if (!fours && !fives) {
       EXPECT_EQ(codes, std::vector<uint8_t>(codes.size(), 0xee));
       continue;
     }
     Dequantize(type, Data(blocks), count, wanted.data());
     for (size_t i = 0; i < codes.size(); ++i) {
-      ASSERT_LT(codes[i], 16);
+      ASSERT_LT(codes[i], fives ? 32 : 16);
       ASSERT_EQ(scales[i / 32] * static_cast<float>(codes[i]) + mins[i / 32], wanted[i]) << TensorTypeName(type);
     }
   }
 }
 
-TEST(UnpackInt6, CodesAndScalesGiveExactlyWhatDequantizeGives) {
+TEST(UnpackSuper, CodesScalesAndFactorsGiveExactlyWhatDequantizeGives) {
+  std::mt19937 random(4);
+  for (const TensorType type : kAllTypes) {
+    const int64_t count = 64 * TensorTypeBlockElements(type);
+    const std::string blocks = RandomBlocks(type, 64, &random);
+    std::vector<uint8_t> codes(static_cast<size_t>(count), 0xee), scales(codes.size() / 32 + 1), mins(scales.size());
+    std::vector<uint16_t> factors(codes.size() / 256 + 1), min_factors(factors.size());
+    std::vector<float> wanted(codes.size());
+    const bool fives = type == TensorType::kQ5_K;
+    ASSERT_EQ(UnpackSuper(type, Data(blocks), count, codes.data(), factors.data(), min_factors.data(), scales.data(),
+                          mins.data()),
+              fives || type == TensorType::kQ4_K);
+    if (!fives && type != TensorType::kQ4_K) {
+      EXPECT_EQ(codes, std::vector<uint8_t>(codes.size(), 0xee));
+      continue;
+    }
+    Dequantize(type, Data(blocks), count, wanted.data());
+    for (size_t i = 0; i < codes.size(); ++i) {
+      ASSERT_LT(codes[i], fives ? 32 : 16);
+      ASSERT_LT(scales[i / 32], 64);
+      ASSERT_LT(mins[i / 32], 64);
+      const float scale = F32FromF16(factors[i / 256]) * scales[i / 32];
+      const float min = F32FromF16(min_factors[i / 256]) * mins[i / 32];
+      ASSERT_EQ(scale * static_cast<float>(codes[i]) + min, wanted[i]) << TensorTypeName(type);
+    }
+  }
+}
+
+TEST(UnpackInt6, CodesScalesAndFactorsGiveExactlyWhatDequantizeGives) {
   std::mt19937 random(3);
   for (const TensorType type : kAllTypes) {
     const int64_t count = 64 * TensorTypeBlockElements(type);
@@ -213,13 +242,17 @@ TEST(UnpackInt6, CodesAndScalesGiveExactlyWhatDequantizeGives) {
       for (size_t i = 209; i < blocks.size(); i += 210) blocks[i] &= ~0x40;  // its scale comes last
     }
     std::vector<uint8_t> codes(static_cast<size_t>(count), 0xee);
-    std::vector<float> scales(codes.size() / 16 + 1), wanted(codes.size());
-    ASSERT_EQ(UnpackInt6(type, Data(blocks), count, codes.data(), scales.data()), type == TensorType::kQ6_K);
+    std::vector<int8_t> scales(codes.size() / 16 + 1);
+    std::vector<uint16_t> factors(codes.size() / 256 + 1);
+    std::vector<float> wanted(codes.size());
+    ASSERT_EQ(UnpackInt6(type, Data(blocks), count, codes.data(), factors.data(), scales.data()),
+              type == TensorType::kQ6_K);
     if (type != TensorType::kQ6_K) continue;
     Dequantize(type, Data(blocks), count, wanted.data());
     for (size_t i = 0; i < codes.size(); ++i) {
       ASSERT_LT(codes[i], 64);
-      ASSERT_EQ(scales[i / 16] * static_cast<float>(codes[i] - 32), wanted[i]);
+      const float scale = F32FromF16(factors[i / 256]) * scales[i / 16];
+      ASSERT_EQ(scale * static_cast<float>(codes[i] - 32), wanted[i]);
     }
   }
 }

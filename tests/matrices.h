@@ -23,12 +23,19 @@ struct Pair {
   ActivationType activations;
 };
 inline constexpr Pair kPairs[] = {
-    {WeightType::kF32, ActivationType::kF32},   {WeightType::kBf16, ActivationType::kBf16},
-    {WeightType::kInt8, ActivationType::kF32},  {WeightType::kInt8, ActivationType::kBf16},
-    {WeightType::kInt8, ActivationType::kInt8}, {WeightType::kInt4, ActivationType::kF32},
-    {WeightType::kInt4, ActivationType::kBf16}, {WeightType::kInt4, ActivationType::kInt8},
-    {WeightType::kInt6, ActivationType::kBf16}, {WeightType::kInt6, ActivationType::kInt8},
+    {WeightType::kF32, ActivationType::kF32},    {WeightType::kBf16, ActivationType::kBf16},
+    {WeightType::kInt8, ActivationType::kF32},   {WeightType::kInt8, ActivationType::kBf16},
+    {WeightType::kInt8, ActivationType::kInt8},  {WeightType::kInt4, ActivationType::kF32},
+    {WeightType::kInt4, ActivationType::kBf16},  {WeightType::kInt4, ActivationType::kInt8},
+    {WeightType::kInt6, ActivationType::kBf16},  {WeightType::kInt6, ActivationType::kInt8},
+    {WeightType::kInt5, ActivationType::kBf16},  {WeightType::kInt5, ActivationType::kInt8},
+    {WeightType::kInt4K, ActivationType::kF32},  {WeightType::kInt4K, ActivationType::kBf16},
+    {WeightType::kInt4K, ActivationType::kInt8}, {WeightType::kInt5K, ActivationType::kBf16},
+    {WeightType::kInt5K, ActivationType::kInt8},
 };
+inline bool HasOddBits(WeightType type) {
+  return type == WeightType::kInt5 || type == WeightType::kInt5K || type == WeightType::kInt6;
+}
 
 inline std::string Name(const Pair& pair) {
   constexpr const char* kActivations[] = {"f32", "bf16", "int8"};
@@ -62,29 +69,49 @@ inline Weights MakeWeights(WeightType type, int32_t rows, int32_t cols, uint32_t
     std::vector<float> scales(static_cast<size_t>(groups)), mins(scales.size());
     for (float& s : scales) s = F32FromF16(F16FromF32(scale(rng)));
     for (float& s : mins) s = F32FromF16(F16FromF32(-8 * scale(rng)));
-    if (type == WeightType::kInt4) {
-      std::vector<uint8_t> codes(static_cast<size_t>(cols));
-      for (uint8_t& c : codes) c = rng() & 15;
-      w.matrix.SetRowInt4(r, codes.data(), scales.data(), mins.data());
+    const size_t supers = static_cast<size_t>((cols + kSuperGroup - 1) / kSuperGroup);
+    const auto factors = [&] {
+      std::vector<uint16_t> out(supers);
+      for (uint16_t& f : out) f = F16FromF32(rng() % 2 == 0 ? scale(rng) / 32 : -scale(rng) / 32);
+      return out;
+    };
+    std::vector<uint8_t> codes(static_cast<size_t>(cols));
+    if (type == WeightType::kInt4 || type == WeightType::kInt5) {
+      for (uint8_t& c : codes) c = rng() & (type == WeightType::kInt4 ? 15 : 31);
+      w.matrix.SetRowCodes(r, codes.data(), scales.data(), mins.data());
       for (int32_t c = 0; c < cols; ++c) {
         part[c] = codes[static_cast<size_t>(c)] * scales[static_cast<size_t>(c / kWeightGroup)];
         minimum[c] = mins[static_cast<size_t>(c / kWeightGroup)];
       }
-    } else if (type == WeightType::kInt6) {
-      std::vector<uint8_t> codes(static_cast<size_t>(cols));
-      for (uint8_t& c : codes) c = rng() & 63;
-      scales.resize(static_cast<size_t>((cols + kInt6Group - 1) / kInt6Group));
-      for (float& s : scales) s = F32FromF16(F16FromF32(rng() % 2 == 0 ? scale(rng) : -scale(rng)));
-      w.matrix.SetRowInt6(r, codes.data(), scales.data());
+    } else if (type == WeightType::kInt4K || type == WeightType::kInt5K) {
+      for (uint8_t& c : codes) c = rng() & (type == WeightType::kInt4K ? 15 : 31);
+      const std::vector<uint16_t> large = factors(), large_mins = factors();
+      std::vector<uint8_t> small(scales.size()), small_mins(scales.size());
+      for (uint8_t& s : small) s = rng() & 63;
+      for (uint8_t& s : small_mins) s = rng() & 63;
+      w.matrix.SetRowCodes(r, codes.data(), {large.data(), large_mins.data(), small.data(), small_mins.data()});
       for (int32_t c = 0; c < cols; ++c) {
-        part[c] = (codes[static_cast<size_t>(c)] - 32) * scales[static_cast<size_t>(c / kInt6Group)];
+        const auto g = static_cast<size_t>(c / kWeightGroup), super = static_cast<size_t>(c / kSuperGroup);
+        part[c] = codes[static_cast<size_t>(c)] * (F32FromF16(large[super]) * small[g]);
+        minimum[c] = F32FromF16(large_mins[super]) * small_mins[g];
+      }
+    } else if (type == WeightType::kInt6) {
+      for (uint8_t& c : codes) c = rng() & 63;
+      const std::vector<uint16_t> large = factors();
+      std::vector<int8_t> small(static_cast<size_t>((cols + kInt6Group - 1) / kInt6Group));
+      for (int8_t& s : small) s = static_cast<int8_t>(static_cast<int>(rng() % 256) - 128);
+      w.matrix.SetRowInt6(r, codes.data(), large.data(), small.data());
+      for (int32_t c = 0; c < cols; ++c) {
+        const float of_group =
+            F32FromF16(large[static_cast<size_t>(c / kSuperGroup)]) * small[static_cast<size_t>(c / kInt6Group)];
+        part[c] = static_cast<float>(codes[static_cast<size_t>(c)] - 32) * of_group;
       }
     } else if (type == WeightType::kInt8) {
-      std::vector<int8_t> codes(static_cast<size_t>(cols));
-      for (int8_t& c : codes) c = static_cast<int8_t>(static_cast<int>(rng() % 256) - 128);
-      w.matrix.SetRowInt8(r, codes.data(), scales.data());
+      std::vector<int8_t> bytes(static_cast<size_t>(cols));
+      for (int8_t& c : bytes) c = static_cast<int8_t>(static_cast<int>(rng() % 256) - 128);
+      w.matrix.SetRowInt8(r, bytes.data(), scales.data());
       for (int32_t c = 0; c < cols; ++c) {
-        part[c] = codes[static_cast<size_t>(c)] * scales[static_cast<size_t>(c / kWeightGroup)];
+        part[c] = bytes[static_cast<size_t>(c)] * scales[static_cast<size_t>(c / kWeightGroup)];
       }
     } else {
       const std::vector<float> values = RandomFloats(static_cast<size_t>(cols), rng());
@@ -121,7 +148,8 @@ struct Output {
 
 // y of each output, [m][rows], through buffers of exactly the size that was asked for.
 inline std::vector<std::vector<float>> Multiply(const std::vector<float>& x, int32_t m, ActivationType activations,
-                                                const std::vector<Output>& outputs, ThreadPool* pool = nullptr) {
+                                                const std::vector<Output>& outputs, ThreadPool* pool = nullptr,
+                                                const LinearGate* gate = nullptr) {
   const Matrix& first = *outputs[0].weights;
   const int32_t threads = pool != nullptr ? pool->num_threads() : 1;
   const size_t size = LinearWorkspaceSize(first.type(), activations, m, first.cols(), threads);
@@ -136,14 +164,15 @@ inline std::vector<std::vector<float>> Multiply(const std::vector<float>& x, int
   }
   for (size_t i = 0; i < calls.size(); ++i) calls[i].y = y[i].data();
   const phsa_executor executor = pool != nullptr ? pool->executor() : phsa_executor{};
-  Linear(x.data(), first.cols(), m, activations, calls, workspace, size, executor);
+  Linear(x.data(), first.cols(), m, activations, calls, workspace, size, executor, gate);
   std::free(workspace);
   return y;
 }
 
 // A product from the definition, and how far each element may be off. Every sum has at most cols + 1 terms and is
 // rounded at most twice a term. A code in a wrong row, column or group is an error of about its own size, thousands of
-// times this. `split_minima`: matrix tiles take a group's sum of x, which meets the minimum, in two bf16.
+// times this. `split_minima`: matrix tiles take the minimum and a group's sum of x, which it meets, in two bf16
+// each.
 struct ExpectedProduct {
   std::vector<double> value, bound;  // [m][rows]
 };
@@ -164,7 +193,7 @@ inline ExpectedProduct Expect(const Weights& w, const std::vector<float>& x, int
       }
       if (activations == ActivationType::kInt8 || !split_minima) minima = 0;
       out.value.push_back(sum);
-      out.bound.push_back(size * (2 * cols + 16) * 0x1p-24 + minima * 0x1p-17 + 1e-30);
+      out.bound.push_back(size * (2 * cols + 16) * 0x1p-24 + minima * 0x1p-16 + 1e-30);
     }
   }
   return out;

@@ -38,7 +38,8 @@ struct Operation {
   Arrays inputs;
   size_t outputs = 0;
   double flops = 0;       // of one run, a multiplication and an addition one each
-  bool in_place = false;  // out may be inputs[0]
+  bool in_place = false;        // out may be inputs[0]
+  bool needs_odd_bits = false;  // FastProducts().odd_bits
   std::function<void(const Arrays& in, float* out, const Executor& executor)> run;
   // From the definition. It may ask which target is active where instructions round in another way.
   std::function<Expected(const Doubles& in)> reference;
@@ -218,6 +219,7 @@ inline void AddLinear(const matrices::Pair& pair, int32_t m, int32_t rows, int32
   op.name = fmt::format("linear {} {}x{}x{}{}", matrices::Name(pair), m, rows, cols, biased ? " + bias" : "");
   op.inputs = {matrices::RandomFloats(Count(int64_t{m} * cols), 3), matrices::RandomFloats(Count(rows), 4)};
   op.outputs = Count(int64_t{m} * rows);
+  op.needs_odd_bits = matrices::HasOddBits(pair.weights);
   op.flops = 2.0 * m * rows * cols;
   op.run = [=](const Arrays& in, float* out, const Executor& executor) {
     const int32_t threads = executor.run == nullptr ? 1 : std::max(executor.num_threads, 1);

@@ -23,6 +23,7 @@
 namespace phsa {
 namespace {
 
+using matrices::HasOddBits;
 using matrices::kPairs;
 using matrices::MakeWeights;
 using matrices::Multiply;
@@ -55,8 +56,8 @@ class Ops : public testing::Test {
     ForEachTarget([&] {
       for (const Pair& pair : kPairs) {
         SCOPED_TRACE(Name(pair));
-        if (pair.weights == WeightType::kInt6 && !FastProducts().int6) {
-          EXPECT_FALSE(HasProduct(WeightType::kInt6, ActivationType::kF32));
+        if (HasOddBits(pair.weights) && !FastProducts().odd_bits) {
+          EXPECT_FALSE(HasProduct(pair.weights, ActivationType::kF32));
           continue;
         }
         ASSERT_TRUE(HasProduct(pair.weights, pair.activations));
@@ -112,9 +113,31 @@ TEST_F(Ops, ThreadsAndNeighboursInACallChangeNoBit) {
   });
 }
 
+TEST_F(Ops, AGateWhereBothHalvesAreMadeGivesTheBitsOfOneAfterwards) {
+  constexpr int32_t kRows = 203, kCols = 96;
+  const LinearGate gate = {[](const void*, const float* of_gate, const float* up, int32_t n, float* out) {
+                             SiluMul(of_gate, n, up, n, 1, n, out, n, {});
+                           },
+                           nullptr};
+  ForEachTargetAndPair([&](const Pair& pair) {
+    const Weights a = MakeWeights(pair.weights, kRows, kCols, 25), b = MakeWeights(pair.weights, kRows, kCols, 26);
+    for (const int32_t m : {1, 9, 70}) {
+      const std::vector<float> x = RandomFloats(static_cast<size_t>(m) * kCols, 8);
+      const auto halves = Multiply(x, m, pair.activations, {{&a.matrix}, {&b.matrix}});
+      std::vector<float> expected(halves[0].size());
+      SiluMul(halves[0].data(), kRows, halves[1].data(), kRows, m, kRows, expected.data(), kRows, {});
+      for (const int32_t threads : {1, 3}) {
+        ThreadPool pool(threads);
+        ASSERT_EQ(Multiply(x, m, pair.activations, {{&a.matrix}, {&b.matrix}}, &pool, &gate)[0], expected)
+            << threads << " threads, m " << m;
+      }
+    }
+  });
+}
+
 // Sums of integers are exact in every instruction set, and what follows is the same arithmetic wherever it is fused.
 TEST_F(Ops, Int8ActivationsGiveTheSameBitsOnEveryTargetWithFusedMultiplyAdd) {
-  for (const WeightType type : {WeightType::kInt8, WeightType::kInt4}) {
+  for (const WeightType type : {WeightType::kInt8, WeightType::kInt4, WeightType::kInt4K}) {
     const Weights w = MakeWeights(type, 35, 320, 31);
     const std::vector<float> x = RandomFloats(10 * 320, 32);
     std::vector<float> first;
@@ -200,10 +223,10 @@ TEST_F(Ops, NanAndInfinityStayInTheirRow) {
 }
 
 TEST_F(Ops, RowsComeBackAsTheyWereSet) {
-  for (const int32_t cols : {1, 31, 32, 50, 128}) {
+  for (const int32_t cols : {1, 31, 32, 50, 128, 260, 768}) {
     for (const int32_t rows : {1, 16, 19}) {
-      for (const WeightType type :
-           {WeightType::kF32, WeightType::kBf16, WeightType::kInt8, WeightType::kInt4, WeightType::kInt6}) {
+      for (int i = 0; i < kNumWeightTypes; ++i) {
+        const auto type = static_cast<WeightType>(i);
         const Weights w = MakeWeights(type, rows, cols, 71);
         std::vector<float> row(static_cast<size_t>(cols));
         for (int32_t r = 0; r < rows; ++r) {
@@ -289,7 +312,7 @@ TEST_F(Ops, ScalesOutsideTheRangeOfF16AreKept) {
     std::vector<uint8_t> codes(64);
     for (size_t i = 0; i < 64; ++i) codes[i] = static_cast<uint8_t>(i % 16);
     Matrix matrix(WeightType::kInt4, 1, 64);
-    matrix.SetRowInt4(0, codes.data(), scales.data(), mins.data());
+    matrix.SetRowCodes(0, codes.data(), scales.data(), mins.data());
     std::vector<float> row(64);
     matrix.GetRow(0, row.data());
     for (size_t i = 0; i < 64; ++i) {

@@ -6,11 +6,14 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
+#include <fstream>
 #include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/cores.h"
 #include "phsa/error.h"
 
 namespace phsa {
@@ -33,6 +36,32 @@ TEST(Threads, EveryTaskRunsExactlyOnceForAnyNumberOfThreadsAndTasks) {
       EXPECT_EQ(runs, std::vector<int>(static_cast<size_t>(tasks), 1)) << threads << " threads, " << tasks << " tasks";
     }
   }
+}
+
+TEST(Threads, APoolTakesPhysicalCoresThatItMayUseAndIsPaidFor) {
+  const std::filesystem::path root = std::filesystem::path(testing::TempDir()) / "phsa_cores";
+  const auto write = [&](const std::filesystem::path& file, const std::string& text) {
+    std::filesystem::create_directories((root / file).parent_path());
+    std::ofstream(root / file) << text;
+  };
+  const std::vector<int> all = {0, 1, 2, 3, 4, 5, 6, 7};
+  std::filesystem::remove_all(root);
+  EXPECT_EQ(PhysicalCores(root, all), 8);  // nothing is known
+  for (const int cpu : all) {
+    const std::string siblings = std::to_string(cpu % 4) + "," + std::to_string(cpu % 4 + 4) + "\n";
+    write("sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list", siblings);
+  }
+  EXPECT_EQ(PhysicalCores(root, all), 4);
+  EXPECT_EQ(PhysicalCores(root, {1, 5}), 1);
+  EXPECT_EQ(PhysicalCores(root, {1, 6}), 2);
+  write("sys/fs/cgroup/cpu.max", "max 100000\n");
+  EXPECT_EQ(PhysicalCores(root, all), 4);
+  write("sys/fs/cgroup/cpu.max", "150000 100000\n");
+  EXPECT_EQ(PhysicalCores(root, all), 2);
+  write("sys/fs/cgroup/cpu.max", "1000 100000\n");
+  EXPECT_EQ(PhysicalCores(root, all), 1);
+  std::filesystem::remove_all(root);
+  EXPECT_EQ(ThreadPool().num_threads(), PhysicalCores());
 }
 
 TEST(Threads, NoWorkerRunsTwoTasksAtATime) {

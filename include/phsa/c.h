@@ -126,7 +126,7 @@ typedef struct phsa_executor {
 
 /* A thread pool for those who have none. It must outlive every call it is used in. */
 typedef struct phsa_threads phsa_threads;
-PHSA_API phsa_status phsa_threads_create(int32_t num_threads, phsa_threads** out); /* 0: one per core */
+PHSA_API phsa_status phsa_threads_create(int32_t num_threads, phsa_threads** out); /* 0: one per physical core */
 PHSA_API void phsa_threads_destroy(phsa_threads* threads);
 PHSA_API phsa_executor phsa_threads_executor(phsa_threads* threads);
 

@@ -11,7 +11,8 @@ namespace phsa {
 
 class PHSA_API ThreadPool {
  public:
-  explicit ThreadPool(int32_t num_threads = 0);  // 0: one per core
+  // 0: one for each physical core that this process may use. Where they run is left to the system.
+  explicit ThreadPool(int32_t num_threads = 0);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;

@@ -23,7 +23,9 @@ constexpr const char* kNames[kSimdTargets] = {"avx3_amx", "avx3_bf16", "avx3_vnn
 #if HWY_ARCH_X86
 // Whether there are matrix tiles of both types, and the system lets this process use them: it has to be asked, once.
 bool HasAmx() {
-#if defined(__linux__)
+#if defined(PHSA_EMULATE_AMX)
+  return true;
+#elif defined(__linux__)
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
   constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/cores.h"
 #include "base/errors.h"
 
 namespace phsa {
@@ -107,7 +108,7 @@ ThreadPool::ThreadPool(int32_t num_threads) : impl_(std::make_unique<Impl>()) {
     ThrowInvalid("threads: num_threads is {}; allowed: 0 (one per core) to {}", num_threads, kMaxThreads);
   }
   if (num_threads == 0) {
-    num_threads = std::clamp(static_cast<int32_t>(std::thread::hardware_concurrency()), 1, kMaxThreads);
+    num_threads = std::min(PhysicalCores(), kMaxThreads);
   }
   Impl* const impl = impl_.get();
   impl->threads.reserve(static_cast<size_t>(num_threads - 1));

@@ -36,7 +36,7 @@ void AddModelFlags(CLI::App& command, ModelFlags& flags) {
 void AddRunFlags(CLI::App& command, ModelFlags& flags) {
   AddAdapterFlag(command, flags.adapter);
   command.add_option("-c,--ctx-size", flags.context, "tokens of context; 0: the model's, or what fits into memory");
-  command.add_option("-t,--threads", flags.threads, "threads; 0: one per core");
+  command.add_option("-t,--threads", flags.threads, "threads; 0: one per physical core");
   command.add_option("--device", flags.device,
                      "where the model runs: auto (a GPU that can, else the CPU), cpu, cuda, cuda:N");
   command.add_option("--weights", flags.weights, "how weights are kept: auto, f32, bf16, int8")

@@ -102,54 +102,56 @@ void ScaleAndShift(const uint8_t* __restrict codes, float scale, float shift, fl
 // of the last four have their low halves in bytes 8 to 11 and their two high bits on top of bytes 0 to 7.
 constexpr size_t kSuperHead = 2 + 2 + 12;
 
-void UnpackSuperHead(const uint8_t* block, float* scales, float* mins) {
-  const float scale = LoadF16(block);
-  const float min = LoadF16(block + 2);
+void UnpackSixBits(const uint8_t* block, uint8_t* scales, uint8_t* mins) {
   const uint8_t* packed = block + 4;
   for (int i = 0; i < 4; ++i) {
-    const int high_scale = (packed[8 + i] & 0x0f) | (packed[i] >> 6 << 4);
-    const int high_min = (packed[8 + i] >> 4) | (packed[4 + i] >> 6 << 4);
-    scales[i] = scale * static_cast<float>(packed[i] & 0x3f);
-    scales[4 + i] = scale * static_cast<float>(high_scale);
-    mins[i] = -(min * static_cast<float>(packed[4 + i] & 0x3f));
-    mins[4 + i] = -(min * static_cast<float>(high_min));
+    scales[i] = packed[i] & 0x3f;
+    scales[4 + i] = static_cast<uint8_t>((packed[8 + i] & 0x0f) | (packed[i] >> 6 << 4));
+    mins[i] = packed[4 + i] & 0x3f;
+    mins[4 + i] = static_cast<uint8_t>((packed[8 + i] >> 4) | (packed[4 + i] >> 6 << 4));
   }
 }
 
-void DequantizeQ4K(const uint8_t* block, float* out) {
-  float scales[8], mins[8];
-  uint8_t codes[2 * kSmall];
-  UnpackSuperHead(block, scales, mins);
+void UnpackSuperHead(const uint8_t* block, float* scales, float* mins) {
+  const float scale = LoadF16(block);
+  const float min = LoadF16(block + 2);
+  uint8_t six_scales[8], six_mins[8];
+  UnpackSixBits(block, six_scales, six_mins);
+  for (int i = 0; i < 8; ++i) {
+    scales[i] = scale * static_cast<float>(six_scales[i]);
+    mins[i] = -(min * static_cast<float>(six_mins[i]));
+  }
+}
+
+void UnpackQ4K(const uint8_t* block, uint8_t* codes) {
   for (int pair = 0; pair < 4; ++pair) {
-    UnpackNibbles<2 * kSmall>(block + kSuperHead + pair * kSmall, codes);
-    ScaleAndShift<kSmall>(codes, scales[2 * pair], mins[2 * pair], out + pair * 64);
-    ScaleAndShift<kSmall>(codes + kSmall, scales[2 * pair + 1], mins[2 * pair + 1], out + pair * 64 + kSmall);
+    UnpackNibbles<2 * kSmall>(block + kSuperHead + pair * kSmall, codes + pair * 2 * kSmall);
   }
 }
 
 // As Q4_K, with a fifth bit: that of element i of sub-block s is bit s of byte i.
-void DequantizeQ5K(const uint8_t* block, float* out) {
+void UnpackQ5K(const uint8_t* block, uint8_t* codes) {
   const uint8_t* high = block + kSuperHead;
-  float scales[8], mins[8];
-  uint8_t codes[2 * kSmall];
-  UnpackSuperHead(block, scales, mins);
   for (int pair = 0; pair < 4; ++pair) {
-    UnpackNibbles<2 * kSmall>(high + kSmall + pair * kSmall, codes);
-    for (int half = 0; half < 2; ++half) {
-      const int sub = 2 * pair + half;
-      uint8_t* sub_codes = codes + half * kSmall;
-      for (int i = 0; i < kSmall; ++i) {
-        sub_codes[i] = static_cast<uint8_t>(sub_codes[i] | ((high[i] >> sub & 1) << 4));
-      }
-      ScaleAndShift<kSmall>(sub_codes, scales[sub], mins[sub], out + sub * kSmall);
-    }
+    UnpackNibbles<2 * kSmall>(high + kSmall + pair * kSmall, codes + pair * 2 * kSmall);
+  }
+  for (int i = 0; i < kSuper; ++i) {
+    codes[i] = static_cast<uint8_t>(codes[i] | ((high[i % kSmall] >> (i / kSmall) & 1) << 4));
+  }
+}
+
+// Of Q4_K and Q5_K, whose codes are known.
+void ScaleSuper(const uint8_t* block, const uint8_t* codes, float* out) {
+  float scales[8], mins[8];
+  UnpackSuperHead(block, scales, mins);
+  for (int sub = 0; sub < 8; ++sub) {
+    ScaleAndShift<kSmall>(codes + sub * kSmall, scales[sub], mins[sub], out + sub * kSmall);
   }
 }
 
 // Two halves of 128 elements. In each, 64 bytes of low nibbles (elements 0 to 63, then 64 to 127), 32 bytes with the
 // two high bits of elements i, i + 32, i + 64 and i + 96, and one 8-bit scale for every 16.
-void UnpackQ6K(const uint8_t* block, uint8_t* codes, float* scales) {
-  const float scale = LoadF16(block + 208);
+void UnpackQ6K(const uint8_t* block, uint8_t* codes) {
   for (int half = 0; half < 2; ++half, codes += kSuper / 2) {
     const uint8_t* high = block + 128 + half * 32;
     UnpackNibbles<kSuper / 2>(block + half * 64, codes);
@@ -159,16 +161,16 @@ void UnpackQ6K(const uint8_t* block, uint8_t* codes, float* scales) {
       }
     }
   }
-  for (int group = 0; group < 16; ++group) {
-    scales[group] = scale * static_cast<float>(static_cast<int8_t>(block[192 + group]));
-  }
 }
 
 void DequantizeQ6K(const uint8_t* block, float* out) {
   uint8_t codes[kSuper];
-  float scales[16];
-  UnpackQ6K(block, codes, scales);
-  for (int group = 0; group < 16; ++group) Scale<16>(codes + group * 16, scales[group], 32, out + group * 16);
+  UnpackQ6K(block, codes);
+  const float scale = LoadF16(block + 208);
+  for (int group = 0; group < 16; ++group) {
+    const float of_group = scale * static_cast<float>(static_cast<int8_t>(block[192 + group]));
+    Scale<16>(codes + group * 16, of_group, 32, out + group * 16);
+  }
 }
 
 // Element i of part p (0 to 3) of a half has bits 2p and 2p + 1 of the half's byte i; every 16 have a 4-bit scale and,
@@ -246,7 +248,7 @@ bool HasInt8Codes(TensorType type) {
 }
 
 void DequantizeBlock(TensorType type, const uint8_t* block, float* out) {
-  uint8_t codes[kSmall];
+  uint8_t codes[kSuper];
   switch (type) {
     case TensorType::kQ4_0:
       UnpackNibbles<kSmall>(block + 2, codes);
@@ -278,8 +280,8 @@ void DequantizeBlock(TensorType type, const uint8_t* block, float* out) {
     }
     case TensorType::kQ2_K: return DequantizeQ2K(block, out);
     case TensorType::kQ3_K: return DequantizeQ3K(block, out);
-    case TensorType::kQ4_K: return DequantizeQ4K(block, out);
-    case TensorType::kQ5_K: return DequantizeQ5K(block, out);
+    case TensorType::kQ4_K: UnpackQ4K(block, codes); return ScaleSuper(block, codes, out);
+    case TensorType::kQ5_K: UnpackQ5K(block, codes); return ScaleSuper(block, codes, out);
     case TensorType::kQ6_K: return DequantizeQ6K(block, out);
     case TensorType::kU8:
     case TensorType::kF32:
@@ -332,41 +334,50 @@ const uint8_t* Blocks(const Tensor& tensor, int64_t first, int64_t count, std::v
   return scratch.data();
 }
 
-bool UnpackInt4(TensorType type, const uint8_t* data, int64_t count, uint8_t* codes, float* scales, float* mins) {
-  if (type != TensorType::kQ4_0 && type != TensorType::kQ4_1 && type != TensorType::kQ4_K) return false;
+bool UnpackCodes(TensorType type, const uint8_t* data, int64_t count, uint8_t* codes, float* scales, float* mins) {
+  const bool five = type == TensorType::kQ5_0 || type == TensorType::kQ5_1;
+  if (!five && type != TensorType::kQ4_0 && type != TensorType::kQ4_1) return false;
+  const bool centred = type == TensorType::kQ4_0 || type == TensorType::kQ5_0;
   const TypeTraits& traits = Traits(type);
-  PHSA_CHECK(count >= 0 && count % traits.block_elements == 0);
-  for (int64_t i = 0; i < count; i += traits.block_elements) {
-    const int64_t group = i / kSmall;
-    switch (type) {
-      case TensorType::kQ4_0:
-        scales[group] = LoadF16(data);
-        mins[group] = -8 * scales[group];
-        UnpackNibbles<kSmall>(data + 2, codes + i);
-        break;
-      case TensorType::kQ4_1:
-        scales[group] = LoadF16(data);
-        mins[group] = LoadF16(data + 2);
-        UnpackNibbles<kSmall>(data + 4, codes + i);
-        break;
-      default:
-        UnpackSuperHead(data, scales + group, mins + group);
-        for (int pair = 0; pair < 4; ++pair) {
-          UnpackNibbles<2 * kSmall>(data + kSuperHead + pair * kSmall, codes + i + pair * 2 * kSmall);
-        }
-        break;
+  PHSA_CHECK(count >= 0 && count % kSmall == 0);
+  for (int64_t i = 0; i < count; i += kSmall, ++scales, ++mins, data += traits.block_bytes) {
+    *scales = LoadF16(data);
+    *mins = centred ? (five ? -16 : -8) * *scales : LoadF16(data + 2);
+    const uint8_t* const packed = data + (centred ? 2 : 4);
+    if (five) {
+      UnpackFives(packed + 4, Load<uint32_t>(packed), codes + i);
+    } else {
+      UnpackNibbles<kSmall>(packed, codes + i);
     }
-    data += traits.block_bytes;
   }
   return true;
 }
 
-bool UnpackInt6(TensorType type, const uint8_t* data, int64_t count, uint8_t* codes, float* scales) {
+bool UnpackSuper(TensorType type, const uint8_t* data, int64_t count, uint8_t* codes, uint16_t* factors,
+                 uint16_t* min_factors, uint8_t* scales, uint8_t* mins) {
+  if (type != TensorType::kQ4_K && type != TensorType::kQ5_K) return false;
+  PHSA_CHECK(count >= 0 && count % kSuper == 0);
+  for (int64_t i = 0; i < count; i += kSuper, data += Traits(type).block_bytes) {
+    *factors++ = Load<uint16_t>(data);
+    *min_factors++ = Load<uint16_t>(data + 2) ^ 0x8000u;
+    UnpackSixBits(data, scales + i / kSmall, mins + i / kSmall);
+    if (type == TensorType::kQ4_K) {
+      UnpackQ4K(data, codes + i);
+    } else {
+      UnpackQ5K(data, codes + i);
+    }
+  }
+  return true;
+}
+
+bool UnpackInt6(TensorType type, const uint8_t* data, int64_t count, uint8_t* codes, uint16_t* factors,
+                int8_t* scales) {
   if (type != TensorType::kQ6_K) return false;
   PHSA_CHECK(count >= 0 && count % kSuper == 0);
-  for (int64_t i = 0; i < count; i += kSuper) {
-    UnpackQ6K(data, codes + i, scales + i / 16);
-    data += Traits(type).block_bytes;
+  for (int64_t i = 0; i < count; i += kSuper, data += Traits(type).block_bytes) {
+    UnpackQ6K(data, codes + i);
+    *factors++ = Load<uint16_t>(data + 208);
+    std::memcpy(scales + i / 16, data + 192, 16);
   }
   return true;
 }

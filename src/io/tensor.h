@@ -55,16 +55,22 @@ const uint8_t* Blocks(const Tensor& tensor, int64_t first, int64_t count, std::v
 // `count` elements (a whole number of blocks) from `data`, bit for bit as the Python package gguf dequantises them.
 void Dequantize(TensorType type, const uint8_t* data, int64_t count, float* out);
 
-// The codes of the 4-bit types, so that repacking rounds nothing: element i of group g = i / 32 is
-// scales[g] · codes[i] + mins[g]. False (and nothing written) for the types that are not 4-bit.
-bool UnpackInt4(TensorType type, const uint8_t* data, int64_t count, uint8_t* codes, float* scales, float* mins);
+// The codes of Q4_0, Q4_1, Q5_0 and Q5_1, so that repacking rounds nothing: element i of group g = i / 32 is
+// scales[g] · codes[i] + mins[g]. False (and nothing written) for all other types.
+bool UnpackCodes(TensorType type, const uint8_t* data, int64_t count, uint8_t* codes, float* scales, float* mins);
+
+// Q4_K and Q5_K likewise, with scales and minima of 6 bits and, for each 256, two factors in f16:
+// factors[i / 256] · scales[g] · codes[i] + min_factors[i / 256] · mins[g].
+bool UnpackSuper(TensorType type, const uint8_t* data, int64_t count, uint8_t* codes, uint16_t* factors,
+                 uint16_t* min_factors, uint8_t* scales, uint8_t* mins);
 
 // The types whose blocks are codes of up to 8 bits, or name such codes in a table, likewise: scales[g] · codes[i].
 // Q8_0, IQ4_NL, IQ4_XS and MXFP4; false for all others.
 bool UnpackInt8(TensorType type, const uint8_t* data, int64_t count, int8_t* codes, float* scales);
 
-// Q6_K likewise, with a scale for each 16: scales[i / 16] · (codes[i] - 32). False for all others.
-bool UnpackInt6(TensorType type, const uint8_t* data, int64_t count, uint8_t* codes, float* scales);
+// Q6_K likewise, with a scale for each 16 and a factor for each 256: factors[i / 256] · scales[i / 16] · (codes[i] -
+// 32).
+bool UnpackInt6(TensorType type, const uint8_t* data, int64_t count, uint8_t* codes, uint16_t* factors, int8_t* scales);
 
 }  // namespace phsa
 

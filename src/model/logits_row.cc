@@ -29,17 +29,28 @@ std::vector<TokenLogit> LogitsRow::Top(size_t count, int32_t known) const {
   best.clear();
   std::span<const float> all = All();
   all = all.first(std::min(all.size(), static_cast<size_t>(known)));
-  // A heap with the worst of them in front. Most logits are below it, which one comparison says.
-  for (size_t i = 0; i < all.size(); ++i) {
-    if (best.size() == count && !(all[i] > best.front().logit) && !std::isnan(best.front().logit)) continue;
-    const TokenLogit one{static_cast<int32_t>(i), all[i]};
-    if (best.size() == count) {
-      if (!Before(one, best.front())) continue;
-      std::pop_heap(best.begin(), best.end(), Before);
-      best.pop_back();
+  // A heap with the worst of them in front. Most logits are below it, which comparisons say for many at once: one after
+  // the other they would take a fiftieth of a small model's step on sixteen cores.
+  constexpr size_t kAtOnce = 64;
+  for (size_t begin = 0; begin < all.size(); begin += kAtOnce) {
+    const std::span<const float> some = all.subspan(begin, std::min(kAtOnce, all.size() - begin));
+    if (best.size() == count && !std::isnan(best.front().logit)) {
+      const float worst = best.front().logit;
+      int above = 0;  // or no number
+      for (const float logit : some) above |= static_cast<int>(!(logit <= worst));
+      if (above == 0) continue;
     }
-    best.push_back(one);
-    std::push_heap(best.begin(), best.end(), Before);
+    for (size_t i = 0; i < some.size(); ++i) {
+      if (best.size() == count && some[i] <= best.front().logit) continue;
+      const TokenLogit one{static_cast<int32_t>(begin + i), some[i]};
+      if (best.size() == count) {
+        if (!Before(one, best.front())) continue;
+        std::pop_heap(best.begin(), best.end(), Before);
+        best.pop_back();
+      }
+      best.push_back(one);
+      std::push_heap(best.begin(), best.end(), Before);
+    }
   }
   std::sort_heap(best.begin(), best.end(), Before);
   return best;

@@ -166,29 +166,52 @@ std::vector<Place> Places(const ModelSource& source, Weights& weights) {
   return places;
 }
 
-void PackRow(TensorType type, const uint8_t* data, int64_t cols, int32_t row, Matrix& matrix,
-             std::vector<float>& values, std::vector<uint8_t>& codes, std::vector<float>& scales) {
+// Memory for a row's codes and scales.
+struct RowScratch {
+  std::vector<float> values, scales;
+  std::vector<uint8_t> codes, small_scales;
+  std::vector<uint16_t> factors;
+};
+
+void PackRow(TensorType type, const uint8_t* data, int64_t cols, int32_t row, Matrix& matrix, RowScratch& scratch) {
   const size_t groups = static_cast<size_t>((cols + kWeightGroup - 1) / kWeightGroup);
-  codes.resize(static_cast<size_t>(cols));
-  scales.resize(2 * groups);  // int4: and minima; int6: one for each 16 columns
-  if (matrix.type() == WeightType::kInt4) {
-    PHSA_CHECK(UnpackInt4(type, data, cols, codes.data(), scales.data(), scales.data() + groups));
-    matrix.SetRowInt4(row, codes.data(), scales.data(), scales.data() + groups);
-    return;
-  }
-  if (matrix.type() == WeightType::kInt6) {
-    PHSA_CHECK(UnpackInt6(type, data, cols, codes.data(), scales.data()));
-    matrix.SetRowInt6(row, codes.data(), scales.data());
-    return;
+  const size_t supers = static_cast<size_t>((cols + kSuperGroup - 1) / kSuperGroup);
+  scratch.codes.resize(static_cast<size_t>(cols));
+  scratch.scales.resize(2 * groups);        // and minima
+  scratch.small_scales.resize(2 * groups);  // and minima; int6: one for each 16 columns
+  scratch.factors.resize(2 * supers);       // of scales and of minima
+  std::vector<uint8_t>& codes = scratch.codes;
+  std::vector<float>& scales = scratch.scales;
+  switch (matrix.type()) {
+    case WeightType::kInt4:
+    case WeightType::kInt5:
+      PHSA_CHECK(UnpackCodes(type, data, cols, codes.data(), scales.data(), scales.data() + groups));
+      matrix.SetRowCodes(row, codes.data(), scales.data(), scales.data() + groups);
+      return;
+    case WeightType::kInt4K:
+    case WeightType::kInt5K: {
+      uint16_t* const factors = scratch.factors.data();
+      uint8_t* const small = scratch.small_scales.data();
+      PHSA_CHECK(UnpackSuper(type, data, cols, codes.data(), factors, factors + supers, small, small + groups));
+      matrix.SetRowCodes(row, codes.data(), {factors, factors + supers, small, small + groups});
+      return;
+    }
+    case WeightType::kInt6: {
+      auto* const small = reinterpret_cast<int8_t*>(scratch.small_scales.data());
+      PHSA_CHECK(UnpackInt6(type, data, cols, codes.data(), scratch.factors.data(), small));
+      matrix.SetRowInt6(row, codes.data(), scratch.factors.data(), small);
+      return;
+    }
+    default: break;
   }
   auto* const signed_codes = reinterpret_cast<int8_t*>(codes.data());
   if (matrix.type() == WeightType::kInt8 && UnpackInt8(type, data, cols, signed_codes, scales.data())) {
     matrix.SetRowInt8(row, signed_codes, scales.data());
     return;
   }
-  values.resize(static_cast<size_t>(cols));
-  Dequantize(type, data, cols, values.data());
-  matrix.SetRow(row, values.data());
+  scratch.values.resize(static_cast<size_t>(cols));
+  Dequantize(type, data, cols, scratch.values.data());
+  matrix.SetRow(row, scratch.values.data());
 }
 
 WeightType PackedType(const Place& place, WeightsMode mode) {
@@ -209,12 +232,12 @@ void LoadMatrix(const Place& place, const ModelConfig& config, WeightsMode mode,
       tasks,
       [](void* arg, int32_t task, int32_t) {
         const Job& work = *static_cast<const Job*>(arg);
-        std::vector<float> values, scales;
-        std::vector<uint8_t> codes, blocks;
+        RowScratch scratch;
+        std::vector<uint8_t> blocks;
         const int64_t end = std::min<int64_t>(work.place.rows, int64_t{task + 1} * kRows);
         for (int64_t row = int64_t{task} * kRows; row < end; ++row) {
           PackRow(work.place.tensor->type, RowBlocks(work.place, work.config, row, blocks), work.place.cols,
-                  static_cast<int32_t>(row), work.matrix, values, codes, scales);
+                  static_cast<int32_t>(row), work.matrix, scratch);
         }
       },
       &job);
@@ -357,12 +380,12 @@ WeightType PackedType(TensorType file, WeightsMode mode) {
   if (mode == WeightsMode::kBf16) return WeightType::kBf16;
   switch (file) {
     case TensorType::kQ4_0:
-    case TensorType::kQ4_1:
-    case TensorType::kQ4_K: return WeightType::kInt4;
-    case TensorType::kQ6_K: return FastProducts().int6 ? WeightType::kInt6 : WeightType::kInt8;
+    case TensorType::kQ4_1: return WeightType::kInt4;
+    case TensorType::kQ4_K: return WeightType::kInt4K;
     case TensorType::kQ5_0:
-    case TensorType::kQ5_1:
-    case TensorType::kQ5_K:
+    case TensorType::kQ5_1: return FastProducts().odd_bits ? WeightType::kInt5 : WeightType::kInt8;
+    case TensorType::kQ5_K: return FastProducts().odd_bits ? WeightType::kInt5K : WeightType::kInt8;
+    case TensorType::kQ6_K: return FastProducts().odd_bits ? WeightType::kInt6 : WeightType::kInt8;
     case TensorType::kQ8_0:
     case TensorType::kQ2_K:
     case TensorType::kQ3_K:

@@ -15,9 +15,9 @@
 
 namespace phsa {
 
-// --weights. auto keeps what the file has: 4-bit weights stay 4-bit, Q6_K's 6-bit where that is fast, others of up to 8
-// bits become int8, f16 and bf16 become bf16, and multiplies them with the most precise activations that are fast on
-// this CPU. int8 packs everything at 8 bits or less and multiplies integers.
+// --weights. auto keeps what the file has: 4-bit weights stay 4-bit, those of 5 and 6 bits too where that is fast,
+// others of up to 8 bits become int8, f16 and bf16 become bf16, and multiplies them with the most precise activations
+// that are fast on this CPU. int8 packs everything at 8 bits or less and multiplies integers.
 enum class WeightsMode : uint8_t { kAuto, kF32, kBf16, kInt8 };
 WeightsMode WeightsModeFromName(std::string_view name);
 const char* Name(WeightsMode mode);

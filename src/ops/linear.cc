@@ -63,6 +63,7 @@ struct Call {
   int64_t x_stride;
   int32_t m, cols;
   std::span<const LinearOutput> outputs;
+  const LinearGate* gate;
   const Product* product;
   int32_t block_groups;
   int64_t block_bytes;  // of one row of x
@@ -72,7 +73,7 @@ struct Call {
   bool alone;
   bool* done;  // alone: [worker], whether its copy is there
 
-  int32_t rows_per_task, panels_per_task;  // a task: so many panels of one output by so many rows of x
+  int32_t rows_per_task, panels_per_task;  // a task: so many panels of one output, or of both, by so many rows of x
   int32_t panel_tasks;                     // for one strip of rows
 };
 
@@ -85,16 +86,9 @@ void ConvertRows(const Call& call, int32_t begin, int32_t end, uint8_t* out) {
 
 int32_t NumPanels(const LinearOutput& output) { return (output.weights->rows() + kPanelRows - 1) / kPanelRows; }
 
-void Multiply(const Call& call, int32_t task, int32_t worker) {
+// Panels from `index` tasks on of one output, by the task's rows.
+void MultiplyPanels(const Call& call, const LinearOutput* output, int32_t index, int32_t row, int32_t worker) {
   const Product& product = *call.product;
-  int32_t index = task % call.panel_tasks;
-  const int32_t row = task / call.panel_tasks * call.rows_per_task;
-  const LinearOutput* output = call.outputs.data();
-  for (;; ++output) {
-    const int32_t tasks = (NumPanels(*output) + call.panels_per_task - 1) / call.panels_per_task;
-    if (index < tasks) break;
-    index -= tasks;
-  }
   const int32_t first = index * call.panels_per_task * kPanelRows;
 
   ops::Share share = {};
@@ -128,6 +122,30 @@ void Multiply(const Call& call, int32_t task, int32_t worker) {
     share.x = x + row * share.x_row_stride;
   }
   product.multiply(share);
+}
+
+void Multiply(const Call& call, int32_t task, int32_t worker) {
+  int32_t index = task % call.panel_tasks;
+  const int32_t row = task / call.panel_tasks * call.rows_per_task;
+  if (call.gate != nullptr) {
+    const LinearOutput &gate = call.outputs[0], &up = call.outputs[1];
+    MultiplyPanels(call, &gate, index, row, worker);
+    MultiplyPanels(call, &up, index, row, worker);
+    const int32_t first = index * call.panels_per_task * kPanelRows;
+    const int32_t n = std::min(call.panels_per_task * kPanelRows, gate.weights->rows() - first);
+    for (int32_t r = row; r < std::min(row + call.rows_per_task, call.m); ++r) {
+      float* const y = gate.y + r * gate.y_stride + first;
+      call.gate->apply(call.gate->context, y, up.y + r * up.y_stride + first, n, y);
+    }
+    return;
+  }
+  const LinearOutput* output = call.outputs.data();
+  for (;; ++output) {
+    const int32_t tasks = (NumPanels(*output) + call.panels_per_task - 1) / call.panels_per_task;
+    if (index < tasks) break;
+    index -= tasks;
+  }
+  MultiplyPanels(call, output, index, row, worker);
 }
 
 void Run(const phsa_executor& executor, int32_t tasks, void (*fn)(void*, int32_t, int32_t), void* arg) {
@@ -167,13 +185,14 @@ size_t LinearWorkspaceSize(WeightType weights, ActivationType activations, int32
 
 void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
             std::span<const LinearOutput> outputs, void* workspace, size_t workspace_size,
-            const phsa_executor& executor) {
+            const phsa_executor& executor, const LinearGate* gate) {
   if (outputs.empty() || m <= 0) return;
   const Matrix& weights = *outputs[0].weights;
   const int32_t threads = executor.run == nullptr ? 1 : std::max(executor.num_threads, 1);
   for (const LinearOutput& output : outputs) {
     PHSA_CHECK(output.weights->type() == weights.type() && output.weights->cols() == weights.cols());
   }
+  PHSA_CHECK(gate == nullptr || (outputs.size() == 2 && outputs[1].weights->rows() == weights.rows()));
   PHSA_CHECK(workspace_size >= LinearWorkspaceSize(weights.type(), activations, m, weights.cols(), threads));
   PHSA_CHECK(reinterpret_cast<uintptr_t>(workspace) % 64 == 0);
 
@@ -183,6 +202,7 @@ void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activati
   call.m = m;
   call.cols = weights.cols();
   call.outputs = outputs;
+  call.gate = gate;
   call.product = &ProductOf(weights.type(), activations);
   call.block_groups = BlocksOf(*call.product, call.cols).groups;
   call.block_bytes = BlockBytes(*call.product, call.block_groups);
@@ -210,17 +230,19 @@ void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activati
   const int64_t strips = (m + rows - 1) / rows;
   call.rows_per_task = static_cast<int32_t>(RoundUp((m + strips - 1) / strips, call.product->tile_rows));
   const int32_t row_tasks = (m + call.rows_per_task - 1) / call.rows_per_task;
+  // With a gate a task has as many panels of the second output as of the first.
+  const std::span<const LinearOutput> counted = gate != nullptr ? outputs.first(1) : outputs;
   int64_t panels = 0;
-  for (const LinearOutput& output : outputs) panels += NumPanels(output);
+  for (const LinearOutput& output : counted) panels += NumPanels(output);
   if (panels == 0) return;
   // Tiles take 4 panels of a row at a time, where there are enough for all threads.
   const int32_t step = panels >= 8 * threads ? 4 : panels >= 4 * threads ? 2 : 1;
-  const int64_t work = panels * call.layout.bytes * std::min(m, call.rows_per_task);
+  const int64_t work = panels * (gate != nullptr ? 2 : 1) * call.layout.bytes * std::min(m, call.rows_per_task);
   const int64_t per_thread = std::clamp<int64_t>(work / (kLeastWork * threads), 1, kTasksPerThread);
   const int64_t wanted = std::max<int64_t>(1, (threads == 1 ? 1 : per_thread * threads) / row_tasks);
   const int64_t each = per_thread == 1 ? (panels + wanted - 1) / wanted : panels / wanted / step * step;
   call.panels_per_task = static_cast<int32_t>(std::max<int64_t>(per_thread == 1 ? 1 : step, each));
-  for (const LinearOutput& output : outputs) {
+  for (const LinearOutput& output : counted) {
     call.panel_tasks += (NumPanels(output) + call.panels_per_task - 1) / call.panels_per_task;
   }
   Run(

@@ -14,24 +14,28 @@
 
 namespace phsa {
 
-// How weights lie in memory. int8 and int4 have a scale for each group of 32 columns (int4: and a minimum), int6 one
-// for each 16; its codes are 0 to 63 and stand for themselves less 32.
-enum class WeightType : uint8_t { kF32, kBf16, kInt8, kInt4, kInt6 };
+// How weights lie in memory. int8, int4 and int5 have an f16 scale for each group of 32 columns, int4 and int5 an f16
+// minimum too. int4k, int5k and int6 have scales of two levels, as Q4_K, Q5_K and Q6_K: an f16 factor of 256 columns,
+// and for each group a scale and a minimum of 6 bits, or for each 16 columns of int6 a scale of 8 bits. int6's codes
+// are 0 to 63 and stand for themselves less 32.
+enum class WeightType : uint8_t { kF32, kBf16, kInt8, kInt4, kInt6, kInt5, kInt4K, kInt5K };
+inline constexpr int32_t kNumWeightTypes = 8;
 
-// What x is rounded to before it is multiplied. f32 weights take f32, bf16 weights bf16; int8 and int4 weights take
-// any:
+// What x is rounded to before it is multiplied. f32 weights take f32, bf16 weights bf16; int8, int4 and int4k weights
+// take any:
 //   int8: one scale for each row and group of 32 columns; the sums within a group are exact integers.
 //   bf16: the codes of the weights are exact in bf16; the sums within a group are f32.
 //   f32:  for CPUs that have neither instruction.
-// int6 takes bf16 and int8, where the CPU has both (ProductSupport::int6).
+// int5, int5k and int6 take bf16 and int8, where the CPU has both (ProductSupport::odd_bits).
 // The sums over groups are f32 and in order.
 enum class ActivationType : uint8_t { kF32, kBf16, kInt8 };
 
-const char* WeightTypeName(WeightType type);  // "f32", "bf16", "int8", "int4", "int6"
+const char* WeightTypeName(WeightType type);  // "f32", "bf16", "int8", "int4", "int6", "int5", "int4k", "int5k"
 
 inline constexpr int32_t kWeightGroup = 32;
-inline constexpr int32_t kInt6Group = 16;  // columns of an int6 scale
-inline constexpr int32_t kPanelRows = 16;  // rows that lie interleaved
+inline constexpr int32_t kInt6Group = 16;    // columns of an int6 scale
+inline constexpr int32_t kSuperGroup = 256;  // columns of a factor, where scales have two levels
+inline constexpr int32_t kPanelRows = 16;    // rows that lie interleaved
 
 // A row of int8 weights as it is stored, here and on a GPU: w = factor · scale · code, the scale that of the column's
 // group, in f16, the factor a power of two of the row that keeps its scales far from both ends of f16's range. Both
@@ -39,6 +43,14 @@ inline constexpr int32_t kPanelRows = 16;  // rows that lie interleaved
 float QuantizeInt8(const float* values, int32_t cols, int8_t* codes, uint16_t* scales);  // [cols], [cols], [groups]
 // Where the codes are known: [groups], [groups].
 float RoundInt8Scales(const float* scales, int32_t groups, uint16_t* rounded);
+
+// Scales of two levels: group g has factor[g / 8] · scale[g], and the minimum min_factor[g / 8] · min[g].
+struct SuperScales {
+  const uint16_t* factors;      // f16, [cols / kSuperGroup], rounded up
+  const uint16_t* min_factors;  // likewise
+  const uint8_t* scales;        // up to 63, [groups]
+  const uint8_t* mins;          // likewise
+};
 
 // W, [rows][cols]. Rows of different panels (row / kPanelRows) may be set by different threads at once.
 class Matrix {
@@ -49,10 +61,13 @@ class Matrix {
   Matrix(WeightType type, int32_t rows, int32_t cols);  // zero; throws Error(PHSA_OUT_OF_MEMORY)
   static size_t Bytes(WeightType type, int32_t rows, int32_t cols);
 
-  void SetRow(int32_t row, const float* values);  // [cols]; f32, bf16: rounded; int8: quantised. Not for int4, int6.
-  void SetRowInt8(int32_t row, const int8_t* codes, const float* scales);                      // [cols], [groups]
-  void SetRowInt4(int32_t row, const uint8_t* codes, const float* scales, const float* mins);  // [cols], [groups] × 2
-  void SetRowInt6(int32_t row, const uint8_t* codes, const float* scales);  // [cols], [cols / 16], rounded up
+  void SetRow(int32_t row, const float* values);  // [cols]; f32, bf16: rounded; int8: quantised. No other type.
+  void SetRowInt8(int32_t row, const int8_t* codes, const float* scales);  // [cols], [groups]
+  // int4, int5: [cols], [groups] × 2.
+  void SetRowCodes(int32_t row, const uint8_t* codes, const float* scales, const float* mins);
+  void SetRowCodes(int32_t row, const uint8_t* codes, const SuperScales& scales);  // int4k, int5k: [cols]
+  // [cols], f16 [cols / kSuperGroup], [cols / kInt6Group], both rounded up.
+  void SetRowInt6(int32_t row, const uint8_t* codes, const uint16_t* factors, const int8_t* scales);
   void GetRow(int32_t row, float* values) const;  // [cols]: what the products multiply, as f32
 
   WeightType type() const { return type_; }
@@ -60,11 +75,12 @@ class Matrix {
   int32_t cols() const { return cols_; }
   size_t bytes() const;
   const uint8_t* panels() const;  // how they lie: cpu/kernels.h
-  const float* factors() const;   // [rows], int8, int4 and int6
+  const float* factors() const;   // [rows], or null: f32 and bf16
 
  private:
   uint8_t* PanelOf(int32_t row) const;
   void StoreInt8(int32_t row, const int8_t* codes, const uint16_t* scales, float factor);
+  void StoreCodes(int32_t row, const uint8_t* codes);  // of 4 or 5 bits
   WeightType type_ = WeightType::kF32;
   int32_t rows_ = 0, cols_ = 0;
   std::shared_ptr<uint8_t> data_;  // small ones share a piece of memory
@@ -78,18 +94,26 @@ struct LinearOutput {
   int64_t y_stride = 0;
 };
 
+// What is done to a row of two products of the same shape where they are made, as soon as both are there:
+// out[0, n) = apply(gate[0, n), up[0, n)), with any part of a row alone. `out` is the first product's y.
+struct LinearGate {
+  void (*apply)(const void* context, const float* gate, const float* up, int32_t n, float* out);
+  const void* context;
+};
+
 // Bytes of workspace, aligned to 64, that a call with up to m rows of x, `cols` columns and this many threads needs.
 size_t LinearWorkspaceSize(WeightType weights, ActivationType activations, int32_t m, int32_t cols,
                            int32_t num_threads);
 
-// x [m][cols], f32.
+// x [m][cols], f32. With a gate there are two outputs with as many rows.
 void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
             std::span<const LinearOutput> outputs, void* workspace, size_t workspace_size,
-            const phsa_executor& executor);
+            const phsa_executor& executor, const LinearGate* gate = nullptr);
 
-// What this CPU multiplies fastest: whether it has bf16 products, and 8-bit integer ones; and both with int6 weights.
+// What this CPU multiplies fastest: whether it has bf16 products, and 8-bit integer ones; and both with weights of 5
+// and 6 bits.
 struct ProductSupport {
-  bool bf16 = false, int8 = false, int6 = false;
+  bool bf16 = false, int8 = false, odd_bits = false;
 };
 ProductSupport FastProducts();
 // Whether there is a product of these two on this CPU.

@@ -26,13 +26,13 @@ using ops::RoundUp;
 
 constexpr int kWord = 4 * kPanelRows;  // bytes from a row's word to its next
 
-bool IsQuantised(WeightType type) {
-  return type == WeightType::kInt8 || type == WeightType::kInt4 || type == WeightType::kInt6;
-}
+bool IsQuantised(WeightType type) { return type != WeightType::kF32 && type != WeightType::kBf16; }
+bool HasFifthBit(WeightType type) { return type == WeightType::kInt5 || type == WeightType::kInt5K; }
+bool HasSuperScales(WeightType type) { return type == WeightType::kInt4K || type == WeightType::kInt5K; }
 
 int64_t NumPanels(int32_t rows) { return RoundUp(rows, kPanelRows) / kPanelRows; }
 
-// int8 and int4: the rows' powers of two come first.
+// The rows' powers of two come first; where scales have two levels they are 1.
 int64_t FactorBytes(WeightType type, int32_t rows) { return IsQuantised(type) ? NumPanels(rows) * kPanelRows * 4 : 0; }
 
 // Column of nibble i (from the low bits up) of an int4 word.
@@ -44,6 +44,12 @@ constexpr int kNibbleOf[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // and the other way rou
 constexpr int HighBit(int c) {
   const int nibble = kNibbleOf[c % 8];
   return 8 * (nibble / 2) + 4 * (c / 8) + 2 * (nibble % 2);
+}
+
+// Where the fifth bit of column c of a group lies in the group's last word.
+constexpr int FifthBit(int c) {
+  const int nibble = kNibbleOf[c % 8];
+  return 8 * (nibble / 2) + 2 * (c / 8) + nibble % 2;
 }
 
 uint32_t PackNibbles(const uint8_t* codes) {
@@ -63,6 +69,21 @@ float LoadScale(const uint8_t* at) {
   uint16_t bits;
   std::memcpy(&bits, at, 2);
   return F32FromF16(bits);
+}
+
+// The 6-bit numbers of group g of a super group, of one row: cpu/kernels.h.
+struct SixBits {
+  uint8_t scale, min;
+};
+void StoreSixBits(uint8_t* super, int g, int lane, SixBits bits) {
+  super[64 + g * kPanelRows + lane] = static_cast<uint8_t>((bits.scale & 15) | (bits.min & 15) << 4);
+  uint8_t& high = super[192 + g % 4 * kPanelRows + lane];
+  const int shift = g / 4 * 4;
+  high = static_cast<uint8_t>((high & ~(15 << shift)) | ((bits.scale >> 4 & 3) | (bits.min >> 4 & 3) << 2) << shift);
+}
+SixBits LoadSixBits(const uint8_t* super, int g, int lane) {
+  const int low = super[64 + g * kPanelRows + lane], high = super[192 + g % 4 * kPanelRows + lane] >> (g / 4 * 4);
+  return {static_cast<uint8_t>((low & 15) | (high & 3) << 4), static_cast<uint8_t>(low >> 4 | (high >> 2 & 3) << 4)};
 }
 
 // The power of two that brings the largest finite magnitude near the upper end of f16, and its inverse: f16 then keeps
@@ -127,6 +148,9 @@ const char* WeightTypeName(WeightType type) {
     case WeightType::kInt8: return "int8";
     case WeightType::kInt4: return "int4";
     case WeightType::kInt6: return "int6";
+    case WeightType::kInt5: return "int5";
+    case WeightType::kInt4K: return "int4k";
+    case WeightType::kInt5K: return "int5k";
   }
   return "unknown";
 }
@@ -211,8 +235,7 @@ void Matrix::SetRow(int32_t row, const float* values) {
       StoreInt8(row, codes.data(), scales.data(), factor);
       return;
     }
-    case WeightType::kInt4:
-    case WeightType::kInt6: PHSA_CHECK(!"int4 and int6 rows come with codes");
+    default: PHSA_CHECK(!"rows of the other types come with codes");
   }
 }
 
@@ -236,8 +259,24 @@ void Matrix::StoreInt8(int32_t row, const int8_t* codes, const uint16_t* scales,
   }
 }
 
-void Matrix::SetRowInt4(int32_t row, const uint8_t* codes, const float* scales, const float* mins) {
-  PHSA_CHECK(type_ == WeightType::kInt4);
+void Matrix::StoreCodes(int32_t row, const uint8_t* codes) {
+  const int32_t groups = NumGroups(cols_), lane = row % kPanelRows;
+  const bool fifth = HasFifthBit(type_);
+  uint8_t* at = PanelOf(row) + LayoutOf(type_, cols_).codes + lane * 4;
+  for (int32_t g = 0; g < groups; ++g) {
+    uint8_t group[kWeightGroup] = {};
+    std::memcpy(group, codes + g * kWeightGroup, static_cast<size_t>(std::min(kWeightGroup, cols_ - g * kWeightGroup)));
+    for (int c = 0; c < kWeightGroup; c += 8, at += kWord) Store32(at, PackNibbles(group + c));
+    if (!fifth) continue;
+    uint32_t high = 0;
+    for (int c = 0; c < kWeightGroup; ++c) high |= static_cast<uint32_t>(group[c] >> 4 & 1) << FifthBit(c);
+    Store32(at, high);
+    at += kWord;
+  }
+}
+
+void Matrix::SetRowCodes(int32_t row, const uint8_t* codes, const float* scales, const float* mins) {
+  PHSA_CHECK(type_ == WeightType::kInt4 || type_ == WeightType::kInt5);
   uint8_t* const panel = PanelOf(row);
   const int32_t groups = NumGroups(cols_), lane = row % kPanelRows;
   const RowFactor f = RowFactorOf(LargestFinite(mins, groups, LargestFinite(scales, groups, 0)));
@@ -247,25 +286,35 @@ void Matrix::SetRowInt4(int32_t row, const uint8_t* codes, const float* scales, 
     Store16(pair, F16FromF32(scales[g] * f.inverse));
     Store16(pair + kPanelRows * 2, F16FromF32(mins[g] * f.inverse));
   }
-  uint8_t* at = panel + LayoutOf(type_, cols_).codes + lane * 4;
-  int32_t c = 0;
-  for (; c + 8 <= cols_; c += 8, at += kWord) Store32(at, PackNibbles(codes + c));
-  if (c < cols_) {
-    uint8_t rest[8] = {};
-    std::memcpy(rest, codes + c, static_cast<size_t>(cols_ - c));
-    Store32(at, PackNibbles(rest));
-  }
+  StoreCodes(row, codes);
 }
 
-void Matrix::SetRowInt6(int32_t row, const uint8_t* codes, const float* scales) {
+void Matrix::SetRowCodes(int32_t row, const uint8_t* codes, const SuperScales& scales) {
+  PHSA_CHECK(HasSuperScales(type_));
+  const int32_t groups = NumGroups(cols_), lane = row % kPanelRows;
+  uint8_t* super = PanelOf(row);
+  for (int32_t g = 0; g < groups; ++g) {
+    constexpr int32_t kGroups = kSuperGroup / kWeightGroup;
+    if (g > 0 && g % kGroups == 0) super += ops::kSuperBytes;
+    if (g % kGroups == 0) {
+      Store16(super + lane * 2, scales.factors[g / kGroups]);
+      Store16(super + (kPanelRows + lane) * 2, scales.min_factors[g / kGroups]);
+    }
+    StoreSixBits(super, g % kGroups, lane, {scales.scales[g], scales.mins[g]});
+  }
+  StoreCodes(row, codes);
+}
+
+void Matrix::SetRowInt6(int32_t row, const uint8_t* codes, const uint16_t* factors, const int8_t* scales) {
   PHSA_CHECK(type_ == WeightType::kInt6);
   uint8_t* const panel = PanelOf(row);
   const int32_t groups = (cols_ + kInt6Group - 1) / kInt6Group, lane = row % kPanelRows;
-  const RowFactor f = RowFactorOf(LargestFinite(scales, groups, 0));
-  reinterpret_cast<float*>(data_.get())[row] = f.factor;
   uint8_t* at = panel + LayoutOf(type_, cols_).codes + lane * 4;
   for (int32_t g = 0; g < groups; ++g) {
-    Store16(panel + (g * kPanelRows + lane) * 2, F16FromF32(scales[g] * f.inverse));
+    constexpr int32_t kGroups = kSuperGroup / kInt6Group;
+    uint8_t* const super = panel + g / kGroups * ops::kSuperBytesInt6;
+    if (g % kGroups == 0) Store16(super + lane * 2, factors[g / kGroups]);
+    super[(2 + g % kGroups) * kPanelRows + lane] = static_cast<uint8_t>(scales[g]);
     uint8_t group[kInt6Group] = {};
     std::memcpy(group, codes + g * kInt6Group, static_cast<size_t>(std::min(kInt6Group, cols_ - g * kInt6Group)));
     uint32_t high = 0;
@@ -300,14 +349,32 @@ void Matrix::GetRow(int32_t row, float* values) const {
         const uint32_t low = (Load32(group + i / 8 * kWord) >> (4 * kNibbleOf[i % 8])) & 15u;
         const uint32_t high = (Load32(group + 2 * kWord) >> HighBit(i)) & 3u;
         const auto code = static_cast<float>(static_cast<int32_t>(low | high << 4) - 32);
-        values[c] = LoadScale(panel + (half * kPanelRows + lane) * 2) * code * factors()[row];
+        const uint8_t* const super = panel + c / kSuperGroup * ops::kSuperBytesInt6;
+        const auto scale = static_cast<int8_t>(super[(2 + half % (kSuperGroup / kInt6Group)) * kPanelRows + lane]);
+        values[c] = LoadScale(super + lane * 2) * scale * code;
         break;
       }
-      case WeightType::kInt4: {
-        const uint32_t code = (Load32(words + c / 8 * kWord) >> (4 * kNibbleOf[c % 8])) & 15u;
-        const uint8_t* const pair = panel + (g * 2 * kPanelRows + lane) * 2;
-        const float w = std::fma(LoadScale(pair), static_cast<float>(code), LoadScale(pair + kPanelRows * 2));
-        values[c] = w * factors()[row];
+      case WeightType::kInt4:
+      case WeightType::kInt5:
+      case WeightType::kInt4K:
+      case WeightType::kInt5K: {
+        const bool fifth = HasFifthBit(type_);
+        const uint8_t* const group = words + int64_t{g} * (fifth ? 5 : 4) * kWord;
+        const int i = c % kWeightGroup;
+        uint32_t code = (Load32(group + i / 8 * kWord) >> (4 * kNibbleOf[i % 8])) & 15u;
+        if (fifth) code |= ((Load32(group + 4 * kWord) >> FifthBit(i)) & 1u) << 4;
+        float scale, min;
+        if (HasSuperScales(type_)) {
+          const uint8_t* const super = panel + c / kSuperGroup * ops::kSuperBytes;
+          const SixBits bits = LoadSixBits(super, g % (kSuperGroup / kWeightGroup), lane);
+          scale = LoadScale(super + lane * 2) * bits.scale;
+          min = LoadScale(super + (kPanelRows + lane) * 2) * bits.min;
+        } else {
+          const uint8_t* const pair = panel + (g * 2 * kPanelRows + lane) * 2;
+          scale = LoadScale(pair);
+          min = LoadScale(pair + kPanelRows * 2);
+        }
+        values[c] = std::fma(scale, static_cast<float>(code), min) * factors()[row];
         break;
       }
     }

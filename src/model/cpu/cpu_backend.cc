@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <set>
 #include <utility>
 
@@ -21,8 +22,9 @@ namespace {
 // Logits of many rows are made this many at a time: a whole chunk of them would take more memory than the weights.
 constexpr int32_t kLogitRows = 32;
 
-constexpr WeightType kWeightTypes[] = {WeightType::kF32, WeightType::kBf16, WeightType::kInt8, WeightType::kInt4,
-                                       WeightType::kInt6};
+constexpr WeightType kWeightTypes[] = {WeightType::kF32,  WeightType::kBf16, WeightType::kInt8,  WeightType::kInt4,
+                                       WeightType::kInt6, WeightType::kInt5, WeightType::kInt4K, WeightType::kInt5K};
+static_assert(std::size(kWeightTypes) == kNumWeightTypes);
 
 using Clock = std::chrono::steady_clock;
 
@@ -38,9 +40,12 @@ ActivationType ActivationsFor(WeightType weights, ActivationType wanted, Activat
   switch (weights) {
     case WeightType::kF32: return ActivationType::kF32;
     case WeightType::kBf16: return ActivationType::kBf16;
+    case WeightType::kInt5:
+    case WeightType::kInt5K:
     case WeightType::kInt6:
     case WeightType::kInt8: return wanted_int8;
-    case WeightType::kInt4: return wanted;
+    case WeightType::kInt4:
+    case WeightType::kInt4K: return wanted;
   }
   return wanted;
 }
@@ -168,8 +173,12 @@ class CpuModelBackend final : public ModelBackend {
   void RunExperts(const LayerWeights& w);
   // Keys or values, [row][kv_head][head_dim], as codes into the cache's pages.
   void StoreHeadCodes(const float* x, const void* codes, const uint16_t* of_codes, const KvScales& scales);
-  // gate_ = the gate of gate_ and up_, [m][width].
-  void RunGate(int32_t m, int32_t width);
+  // gate_ = the gate of both halves of an MLP, [m][rows of the halves], which `halves` puts into gate_ and up_. added:
+  // what adapters add to them, or null.
+  void RunGated(const float* x, int32_t m, std::span<LinearOutput> halves, const Added* added);
+  // out = the gate of gate and up, [m][width] each.
+  void RunGate(const float* gate, const float* up, int32_t m, int32_t width, float* out,
+               const phsa_executor& executor) const;
   // What a half of a layer adds to the residual stream, in projected_, as it is added.
   void FinishHalf(const Vector& post_norm);
   size_t table_size() const { return static_cast<size_t>(max_rows_) * static_cast<size_t>(config_.head_dim); }
@@ -275,9 +284,17 @@ void CpuModelBackend::Begin(const StepRows& rows) {
     for (const int64_t row : rows.cache_rows) scale_rows_.push_back(rows.cache->ScaleElement(row));
   }
   const int32_t hidden = config_.hidden;
-  for (int32_t row = 0; row < rows.count; ++row) {
-    weights_.embedding.GetRow(rows.tokens[static_cast<size_t>(row)], residual_.floats() + int64_t{row} * hidden);
-  }
+  constexpr int32_t kRows = 4;
+  threads_.Run((rows.count + kRows - 1) / kRows,
+               [](void* arg, int32_t task, int32_t) {
+                 CpuModelBackend& self = *static_cast<CpuModelBackend*>(arg);
+                 const int32_t end = std::min(self.rows_->count, (task + 1) * kRows);
+                 for (int32_t row = task * kRows; row < end; ++row) {
+                   self.weights_.embedding.GetRow(self.rows_->tokens[static_cast<size_t>(row)],
+                                                  self.residual_.floats() + int64_t{row} * self.config_.hidden);
+                 }
+               },
+               this);
   if (config_.embedding_scale != 1) {
     ScaleRows(residual_.floats(), hidden, rows.count, hidden, config_.embedding_scale, threads_.executor());
   }
@@ -515,17 +532,40 @@ void CpuModelBackend::FinishHalf(const Vector& post_norm) {
   }
 }
 
-void CpuModelBackend::RunGate(int32_t m, int32_t width) {
-  float* const gate = gate_.floats();
-  const float* const up = up_.floats();
-  const phsa_executor executor = threads_.executor();
+void CpuModelBackend::RunGate(const float* gate, const float* up, int32_t m, int32_t width, float* out,
+                              const phsa_executor& executor) const {
   switch (gate_kind_) {
-    case Gate::kSilu: return SiluMul(gate, width, up, width, m, width, gate, width, executor);
-    case Gate::kGeluTanh: return GeluMul(gate, width, up, width, m, width, gate, width, executor);
+    case Gate::kSilu: return SiluMul(gate, width, up, width, m, width, out, width, executor);
+    case Gate::kGeluTanh: return GeluMul(gate, width, up, width, m, width, out, width, executor);
     case Gate::kClampedSwiglu:
-      return ClampedSwiglu(gate, width, up, width, m, width, config_.swiglu_alpha, config_.swiglu_limit, gate, width,
+      return ClampedSwiglu(gate, width, up, width, m, width, config_.swiglu_alpha, config_.swiglu_limit, out, width,
                            executor);
   }
+}
+
+void CpuModelBackend::RunGated(const float* x, int32_t m, std::span<LinearOutput> halves, const Added* added) {
+  const int32_t hidden = config_.hidden, width = halves[0].weights->rows();
+  const WeightType type = halves[0].weights->type();
+  const std::vector<StepGroup>& groups = rows_->groups;
+  const bool adapts = added != nullptr && std::any_of(groups.begin(), groups.end(), [&](const StepGroup& group) {
+                        return AdapterOf(group, *added).a.rows() > 0;
+                      });
+  if (!adapts && halves[1].weights->type() == type) {
+    // Each thread gates what it has made: a pass of its own would be a twentieth of a decode step on sixteen cores.
+    const LinearGate gate = {[](const void* context, const float* of_gate, const float* up, int32_t n, float* out) {
+                               static_cast<const CpuModelBackend*>(context)->RunGate(of_gate, up, 1, n, out, {});
+                             },
+                             this};
+    Linear(x, hidden, m, ActivationsFor(type, weights_.activations.gate_up, weights_.activations.layer_int8), halves,
+           linear_workspace_.data(), linear_workspace_.size(), threads_.executor(), &gate);
+    return;
+  }
+  if (added != nullptr) {
+    Project(x, hidden, m, weights_.activations.gate_up, weights_.activations.layer_int8, halves, *added);
+  } else {
+    ProjectPlain(x, hidden, m, weights_.activations.gate_up, weights_.activations.layer_int8, halves);
+  }
+  RunGate(gate_.floats(), up_.floats(), m, width, gate_.floats(), threads_.executor());
 }
 
 void CpuModelBackend::RunExperts(const LayerWeights& w) {
@@ -549,8 +589,7 @@ void CpuModelBackend::RunExperts(const LayerWeights& w) {
     const LayerWeights::Expert& expert = w.experts[e];
     LinearOutput halves[] = {{&expert.gate, Data(expert.gate_bias), gate_.floats(), width},
                              {&expert.up, Data(expert.up_bias), up_.floats(), width}};
-    ProjectPlain(in, hidden, count, weights_.activations.gate_up, weights_.activations.layer_int8, halves);
-    RunGate(count, width);
+    RunGated(in, count, halves, nullptr);
     LinearOutput down[] = {{&expert.down, Data(expert.down_bias), out, hidden}};
     ProjectPlain(gate_.floats(), width, count, weights_.activations.other, weights_.activations.layer_int8, down);
     for (int32_t i = 0; i < count; ++i) {
@@ -586,11 +625,8 @@ void CpuModelBackend::OutputAndMlp(int32_t layer) {
   } else {
     LinearOutput halves[] = {{&w.gate, Data(w.gate_bias), gate_.floats(), intermediate},
                              {&w.up, Data(w.up_bias), up_.floats(), intermediate}};
-    Project(normed_.floats(), hidden, m, weights_.activations.gate_up, weights_.activations.layer_int8, halves,
-            {layer, &LayerWeights::gate_up_adapter});
-    times_.products += SecondsSince(clock);
-    RunGate(m, intermediate);
-    times_.other += SecondsSince(clock);
+    const Added added = {layer, &LayerWeights::gate_up_adapter};
+    RunGated(normed_.floats(), m, halves, &added);
     LinearOutput down[] = {{&w.down, Data(w.down_bias), projected_.floats(), hidden}};
     Project(gate_.floats(), intermediate, m, weights_.activations.other, weights_.activations.layer_int8, down,
             {layer, &LayerWeights::down_adapter});

@@ -447,13 +447,45 @@ void Convert(const float* x, int32_t cols, int32_t block_groups, uint8_t* out, i
                     [](const float* from, XGroup* to) HWY_ATTR { ConvertGroup<kActivations>(from, to); });
 }
 
+constexpr bool HasMinimum(WeightType type) { return type == WeightType::kInt4 || type == WeightType::kInt4K; }
+constexpr bool IsGrouped(WeightType type) { return type == WeightType::kInt8 || HasMinimum(type); }
+
+// factor · bits, of 16 rows.
+HWY_INLINE void WidenSixBits(const uint16_t* factors, const uint8_t* bits, float* out) {
+  const F d;
+  const I di;
+  const hn::Rebind<uint8_t, F> d8;
+  for (int v = 0; v < kPanelRows; v += kLanes) {
+    const V wide = hn::ConvertTo(d, hn::PromoteTo(di, hn::LoadU(d8, bits + v)));
+    hn::StoreU(hn::Mul(wide, LoadF16(d, factors + v)), d, out + v);
+  }
+}
+
+// Scales and minima of group g of int4k.
+HWY_INLINE void WidenTwoLevels(const uint8_t* panel, int32_t g, float* scale, float* minimum) {
+  constexpr int32_t kGroups = kSuperGroup / kWeightGroup;
+  const uint8_t* const super = panel + g / kGroups * kSuperBytes;
+  const int32_t in = g % kGroups;
+  const uint8_t* const low = super + 64 + in * kPanelRows;
+  const uint8_t* const high = super + 192 + in % 4 * kPanelRows;
+  uint8_t scales[kPanelRows], minima[kPanelRows];
+  for (int i = 0; i < kPanelRows; ++i) {
+    const int upper = high[i] >> (in / 4 * 4);
+    scales[i] = static_cast<uint8_t>((low[i] & 15) | (upper & 3) << 4);
+    minima[i] = static_cast<uint8_t>(low[i] >> 4 | (upper & 12) << 2);
+  }
+  const auto* const factors = reinterpret_cast<const uint16_t*>(super);
+  WidenSixBits(factors, scales, scale);
+  WidenSixBits(factors + kPanelRows, minima, minimum);
+}
+
 // Columns [begin, begin + count) of a panel, count a multiple of 32.
 template <WeightType kWeights>
 void Widen(const uint8_t* panel, int64_t codes_offset, int32_t begin, int32_t count, PanelBlock* out) {
   const F d;
   const U du;
   const I di;
-  constexpr int kPerWord = kWeights == WeightType::kInt4 ? 8 : kWeights == WeightType::kInt8 ? 4 : 2;
+  constexpr int kPerWord = HasMinimum(kWeights) ? 8 : kWeights == WeightType::kInt8 ? 4 : 2;
   const auto* words = reinterpret_cast<const uint32_t*>(panel + codes_offset) + int64_t{begin / kPerWord} * kPanelRows;
   for (int32_t c = 0; c < count; c += kPerWord, words += kPanelRows) {
     for (int v = 0; v < kPanelRows; v += kLanes) {
@@ -482,7 +514,11 @@ void Widen(const uint8_t* panel, int64_t codes_offset, int32_t begin, int32_t co
       }
     }
   }
-  if constexpr (kWeights != WeightType::kBf16) {
+  if constexpr (kWeights == WeightType::kInt4K) {
+    for (int32_t g = 0; g < count / kWeightGroup; ++g) {
+      WidenTwoLevels(panel, begin / kWeightGroup + g, out->scale[g], out->minimum[g]);
+    }
+  } else if constexpr (kWeights != WeightType::kBf16) {
     constexpr int kPerGroup = kWeights == WeightType::kInt4 ? 2 * kPanelRows : kPanelRows;
     const auto* scales = reinterpret_cast<const uint16_t*>(panel) + int64_t{begin / kWeightGroup} * kPerGroup;
     for (int32_t g = 0; g < count / kWeightGroup; ++g, scales += kPerGroup) {
@@ -632,8 +668,7 @@ struct Scratch {
 
 template <WeightType kWeights, bool kFew>
 void MultiplyRows(const Share& s) {
-  constexpr bool kGrouped = kWeights == WeightType::kInt8 || kWeights == WeightType::kInt4;
-  constexpr bool kMinimum = kWeights == WeightType::kInt4;
+  constexpr bool kGrouped = IsGrouped(kWeights), kMinimum = HasMinimum(kWeights);
   constexpr int kOutputs = Scratch<kGrouped, kFew>::kOutputs, kVectors = TileVectors(kGrouped, kFew);
   auto* scratch = reinterpret_cast<Scratch<kGrouped, kFew>*>(s.scratch);
   // f32 needs no padding; all others are padded to whole groups, in the panels and in x.
@@ -706,7 +741,7 @@ void Multiply(const Share& s) {
 template <WeightType kWeights, ActivationType kActivations>
 constexpr Product MakeProduct() {
   constexpr bool kInPlace = kWeights == WeightType::kF32;
-  constexpr bool kGrouped = kWeights == WeightType::kInt8 || kWeights == WeightType::kInt4;
+  constexpr bool kGrouped = IsGrouped(kWeights);
   return {kBlockGroups, kInPlace ? kWeightGroup * 4 : static_cast<int32_t>(sizeof(XGroup)),
           std::max(sizeof(Scratch<kGrouped, true>), sizeof(Scratch<kGrouped, false>)),
           kInPlace ? nullptr : &Convert<kActivations>, &Multiply<kWeights>};
@@ -718,7 +753,11 @@ Kernels GetKernels() {
   return {{{MakeProduct<W::kF32, A::kF32>(), {}, {}},
            {{}, MakeProduct<W::kBf16, A::kBf16>(), {}},
            {MakeProduct<W::kInt8, A::kF32>(), MakeProduct<W::kInt8, A::kBf16>(), MakeProduct<W::kInt8, A::kInt8>()},
-           {MakeProduct<W::kInt4, A::kF32>(), MakeProduct<W::kInt4, A::kBf16>(), MakeProduct<W::kInt4, A::kInt8>()}},
+           {MakeProduct<W::kInt4, A::kF32>(), MakeProduct<W::kInt4, A::kBf16>(), MakeProduct<W::kInt4, A::kInt8>()},
+           {},
+           {},
+           {MakeProduct<W::kInt4K, A::kF32>(), MakeProduct<W::kInt4K, A::kBf16>(), MakeProduct<W::kInt4K, A::kInt8>()},
+           {}},
           {false, false},
           &ConvertToInt8<false>,
           &ConvertToInt8<true>,

@@ -14,10 +14,18 @@
 // far from both ends of f16's range:  w = factor · (scale · code + minimum).
 //   int8 panel  scales [groups][16], then, at a multiple of 64 bytes, the codes
 //   int4 panel  scales and minima [groups][2][16], then the codes
+// int5 is int4 with a fifth word to each group, of the fifth bits: where word l of the four has column c in the low
+// (high) half of byte k, that one has its bit in byte k at 2 l (2 l + 1).
+// int4k and int5k are int4 and int5 with scales of two levels. Of 8 groups:
+//   f16 factors [16], f16 factors of minima [16]                                        w = factor · scale · code
+//   [8 groups][16] bytes: low four bits of the scale, and above them of the minimum         + min factor · minimum
+//   [4][16] bytes: two high bits of the scale and two of the minimum of group i, and above them those of group i + 4
 // int6 has groups of 16 columns, 12 bytes of codes each: two words as int4's with the low four bits of columns 0 to 7
 // and 8 to 15, then one with the two high bits of all. Where the int4 words have column c in the low (high) half of
 // byte k of word l, that one has them in its byte k, from bit 4 l (4 l + 2) up.
-//   int6 panel  scales [2 groups][16], then the codes;  w = factor · scale · (code - 32)
+//   int6 panel  of 256 columns each: f16 factors [16], then bytes with a sign, the scales [16 groups][16]; then, at a
+//               multiple of 64 bytes, the codes;  w = factor · scale · (code - 32)
+// The product of a factor and a scale is exact in f32, and so used as one scale.
 //
 // Every product sums in one order, with one accumulator for each result: over words, or within a group and then over
 // groups. How many rows or panels a call takes therefore changes no bit of any result.
@@ -34,6 +42,11 @@ namespace phsa::ops {
 inline constexpr int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 inline constexpr int32_t NumGroups(int32_t cols) { return (cols + kWeightGroup - 1) / kWeightGroup; }
 
+inline constexpr int32_t NumSupers(int32_t cols) { return (cols + kSuperGroup - 1) / kSuperGroup; }
+
+// Bytes of a panel's scales of 256 columns: int4k and int5k; int6.
+inline constexpr int64_t kSuperBytes = 256, kSuperBytesInt6 = 288;
+
 // Where things lie in a panel, in bytes.
 struct PanelLayout {
   int64_t codes, bytes;
@@ -48,10 +61,15 @@ inline constexpr PanelLayout LayoutOf(WeightType type, int32_t cols) {
       return {scales, scales + groups * group_codes};
     }
     case WeightType::kInt6: {
-      const int64_t scales = 2 * groups * kPanelRows * 2;
+      const int64_t scales = RoundUp(NumSupers(cols) * kSuperBytesInt6, 64);
       return {scales, scales + 2 * groups * 3 * 4 * kPanelRows};
     }
     case WeightType::kInt4: return {groups * kPanelRows * 4, groups * (kPanelRows * 4 + group_codes / 2)};
+    case WeightType::kInt5: return {groups * kPanelRows * 4, groups * (kPanelRows * 4 + group_codes / 8 * 5)};
+    case WeightType::kInt4K:
+      return {NumSupers(cols) * kSuperBytes, NumSupers(cols) * kSuperBytes + groups * group_codes / 2};
+    case WeightType::kInt5K:
+      return {NumSupers(cols) * kSuperBytes, NumSupers(cols) * kSuperBytes + groups * group_codes / 8 * 5};
   }
   return {0, 0};
 }
@@ -60,7 +78,7 @@ inline constexpr PanelLayout LayoutOf(WeightType type, int32_t cols) {
 struct Share {
   const uint8_t* panels;
   PanelLayout layout;
-  const float* factors;  // [outputs], int8, int4 and int6
+  const float* factors;  // [outputs], or null: f32 and bf16
   const float* bias;     // [outputs] or null
   int32_t outputs;       // rows of W: the last panel may be partly used
   int32_t cols, groups;
@@ -100,7 +118,7 @@ struct Int8Group {
 
 struct Kernels {
   // [weights][activations]; multiply is null where the pair is not allowed.
-  Product products[5][3];
+  Product products[kNumWeightTypes][3];
   ProductSupport fast;
 
   // Product::convert to Int8Group.

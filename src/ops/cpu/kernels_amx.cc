@@ -8,8 +8,9 @@
 // its columns are, for each of the 8 groups, the minimum's upper and lower 8 bits against the upper and lower 8 of the
 // sum of x. So they cost a ninth instead of as much as the scales.
 //
-// int8 activations: sums of integers are exact, so that tiles give vpdpbusd's bits, and both are used: tiles for many
-// rows.
+// int8 activations: sums of integers are exact, so that tiles give vpdpbusd's bits, and both are used: tiles for each
+// 16 rows, that for what is left. A group's sums are converted and scaled as there: three instructions a row beside a
+// tile's sixteen cycles.
 #include "ops/cpu/kernels.h"
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
@@ -26,6 +27,10 @@ namespace {
 
 #include "ops/cpu/bf16_formats_avx512-inl.h"
 
+namespace bytes {
+#include "ops/cpu/int8_formats_avx512-inl.h"
+}  // namespace bytes
+
 #include "base/amx-inl.h"
 
 constexpr int kBlockGroups = 8;
@@ -38,12 +43,13 @@ constexpr int64_t kRowsCache = 640 * 1024;  // of the second cache, for rows of 
 constexpr int64_t kPanelBytes = (kBlockGroups + 1) * kTileBytes + 2 * kBlockGroups * 64;
 
 // Codes of a type of weights as operands. A group has kWords words of two columns; an operand has kRows = kWords rows.
-struct Int4 {
+template <class Direct>
+struct WithMinimum {
   static constexpr int kWords = 16, kGroups = kBlockGroups;
   static constexpr bool kMinimum = true;
   static void Expand(const uint8_t* panel, const PanelLayout& layout, int32_t first, int32_t groups, uint8_t* out) {
     float scales[2 * kBlockGroups * 16];
-    DirectInt4::Expand(panel + layout.codes, panel, first, groups, out, scales);
+    ExpandGroups<Direct>(panel + layout.codes, panel, first, groups, out, scales);
     float* const to = reinterpret_cast<float*>(out + (kBlockGroups + 1) * kTileBytes);
     uint8_t* minima = out + kBlockGroups * kTileBytes;
     for (int32_t g = 0; g < groups; ++g, minima += 128) {
@@ -52,11 +58,12 @@ struct Int4 {
     }
     for (int32_t g = groups; g < kBlockGroups; ++g, minima += 128) StoreMinima(_mm512_setzero_ps(), minima);
   }
-  // Two words: the upper 8 bits twice, the lower 8 twice.
+  // Two words: the upper 8 bits twice, the next 8, rounded, twice.
   static PHSA_INLINE void StoreMinima(__m512 minimum, uint8_t* out) {
     const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
     const __m512i high = _mm512_and_si512(_mm512_castps_si512(minimum), mask);
-    const __m512i low = _mm512_and_si512(_mm512_castps_si512(_mm512_sub_ps(minimum, _mm512_castsi512_ps(high))), mask);
+    const __m512i rest = _mm512_castps_si512(_mm512_sub_ps(minimum, _mm512_castsi512_ps(high)));
+    const __m512i low = _mm512_and_si512(_mm512_add_epi32(rest, _mm512_set1_epi32(0x8000)), mask);
     _mm512_storeu_si512(out, _mm512_or_si512(high, _mm512_srli_epi32(high, 16)));
     _mm512_storeu_si512(out + 64, _mm512_or_si512(low, _mm512_srli_epi32(low, 16)));
   }
@@ -66,8 +73,8 @@ struct Int8 {
   static constexpr int kWords = 16, kGroups = kBlockGroups;
   static constexpr bool kMinimum = false;
   static void Expand(const uint8_t* panel, const PanelLayout& layout, int32_t first, int32_t groups, uint8_t* out) {
-    DirectInt8::Expand(panel + layout.codes, panel, first, groups, out,
-                       reinterpret_cast<float*>(out + (kBlockGroups + 1) * kTileBytes));
+    ExpandGroups<DirectInt8>(panel + layout.codes, panel, first, groups, out,
+                             reinterpret_cast<float*>(out + (kBlockGroups + 1) * kTileBytes));
   }
 };
 
@@ -75,8 +82,8 @@ struct Int6 {
   static constexpr int kWords = 8, kGroups = 2 * kBlockGroups;  // of 16 columns
   static constexpr bool kMinimum = false;
   static void Expand(const uint8_t* panel, const PanelLayout& layout, int32_t first, int32_t groups, uint8_t* out) {
-    DirectInt6::Expand(panel + layout.codes, panel, first, groups, out,
-                       reinterpret_cast<float*>(out + (kBlockGroups + 1) * kTileBytes));
+    ExpandGroups<DirectInt6>(panel + layout.codes, panel, first, groups, out,
+                             reinterpret_cast<float*>(out + (kBlockGroups + 1) * kTileBytes));
   }
 };
 
@@ -353,6 +360,163 @@ void MultiplyPlain(const Share& s) {
   }
 }
 
+// ---- int8 activations --------------------------------------------------------------------------------------------
+
+// Bytes of the codes as the instruction takes them, with a sign; kXBytes: of a group of x. Two panels' operands of a
+// block are 30 KB, and 16 rows of x 17 KB: together a little more than the nearest cache.
+template <class Codes, int kOffset, class XOf>
+struct Bytes {
+  using Direct = Codes;
+  using X = XOf;
+  static constexpr int kWords = Codes::kLoads * Codes::kOperands, kFloats = Codes::Scales::kFloats;
+  static PHSA_INLINE __m512i Signed(__m512i code) {
+    return kOffset == 0 ? code : _mm512_sub_epi8(code, _mm512_set1_epi8(static_cast<char>(kOffset)));
+  }
+};
+constexpr int kByteBlockGroups = 24, kBytePanels = 2;
+
+template <class Format>
+constexpr int64_t BytePanelBytes(int groups) {
+  return int64_t{groups} * (Format::kWords * 64 + Format::kFloats * 4);
+}
+
+template <class Format>
+void ExpandBytes(const uint8_t* panel, const PanelLayout& layout, int32_t first, int32_t groups, uint8_t* out) {
+  using Direct = typename Format::Direct;
+  const Direct format;
+  const uint8_t* codes = panel + layout.codes + int64_t{first} * Direct::kGroupBytes;
+  for (int32_t g = 0; g < groups; ++g, codes += Direct::kGroupBytes) {
+    for (int load = 0; load < Direct::kLoads; ++load) {
+      const typename Direct::Loaded loaded = Direct::Load(codes, load);
+#pragma GCC unroll 2
+      for (int i = 0; i < Direct::kOperands; ++i, out += 64) {
+        _mm512_storeu_si512(out, Format::Signed(format.Operand(loaded, i)));
+      }
+    }
+  }
+  Direct::Scales::Expand(panel, first, groups, reinterpret_cast<float*>(out));
+}
+
+// 16 rows of x by one panel and block.
+template <class Format>
+__attribute__((noinline)) void ByteTile(const Args& t, int32_t row, int32_t* sums) {
+  using X = typename Format::X;
+  constexpr int64_t kOperandBytes = Format::kWords * 64;
+  __m512 acc[kRowsOfTile];
+  float* const y = t.y + row * t.y_stride;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRowsOfTile; ++r) {
+    acc[r] = t.first ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(t.mask, y + r * t.y_stride);
+  }
+  const uint8_t* x = t.x + row * t.x_row_stride;
+  const uint8_t* operand = t.operands;
+  const float* scales = t.scales;
+  const auto even = [&]() __attribute__((always_inline)) {
+    PHSA_TILE_ZERO(0);
+    PHSA_TILE_LOAD(4, x, t.x_row_stride);
+    PHSA_TILE_LOAD(6, operand, 64);
+    PHSA_TILE_INT8(0, 4, 6);
+    PHSA_TILE_STORE(0, sums, 64);
+  };
+  const auto odd = [&]() __attribute__((always_inline)) {
+    PHSA_TILE_ZERO(1);
+    PHSA_TILE_LOAD(5, x, t.x_row_stride);
+    PHSA_TILE_LOAD(7, operand, 64);
+    PHSA_TILE_INT8(1, 5, 7);
+    PHSA_TILE_STORE(1, sums + 256, 64);
+  };
+  const auto add = [&](const int32_t* from, const uint8_t* group) __attribute__((always_inline)) {
+    const __m512 scale = _mm512_loadu_ps(scales);
+    const __m512 minimum = Format::kFloats == 32 ? _mm512_loadu_ps(scales + 16) : _mm512_setzero_ps();
+#pragma GCC unroll 16
+    for (int r = 0; r < kRowsOfTile; ++r, group += t.x_row_stride) {
+      acc[r] = Format::Direct::Finish(acc[r], _mm512_loadu_si512(from + r * 16), scale, minimum,
+                                      reinterpret_cast<const X*>(group));
+    }
+    scales += Format::kFloats;
+  };
+  // The sums of one group are on their way while those of the one before are scaled.
+  int32_t g = 0;
+  if (t.groups > 0) even();
+  for (; g + 2 <= t.groups; g += 2) {
+    const uint8_t* const first = x;
+    x += sizeof(X);
+    operand += kOperandBytes;
+    odd();
+    add(sums, first);
+    const uint8_t* const second = x;
+    x += sizeof(X);
+    operand += kOperandBytes;
+    if (g + 2 < t.groups) even();
+    add(sums + 256, second);
+  }
+  if (g < t.groups) add(sums, x);
+  const __m512 factor = t.factor != nullptr ? _mm512_maskz_loadu_ps(t.mask, t.factor) : _mm512_set1_ps(1);
+  const __m512 bias = t.bias != nullptr ? _mm512_maskz_loadu_ps(t.mask, t.bias) : _mm512_setzero_ps();
+#pragma GCC unroll 16
+  for (int r = 0; r < kRowsOfTile; ++r) {
+    if (t.last) acc[r] = _mm512_add_ps(_mm512_mul_ps(acc[r], factor), bias);
+    _mm512_mask_storeu_ps(y + r * t.y_stride, t.mask, acc[r]);
+  }
+}
+
+// vpdpbusd's product of the same types.
+template <WeightType kWeights>
+struct Vnni {
+  static inline void (*multiply)(const Share&) = nullptr;
+};
+
+template <WeightType kWeights, class Format>
+void MultiplyBytes(const Share& s) {
+  constexpr int32_t kPerGroup = kWeightGroup / (Format::kWords * 4);
+  const int32_t whole = s.m / kRowsOfTile * kRowsOfTile;
+  if (whole < s.m) {
+    Share rest = s;
+    rest.x += whole * s.x_row_stride;
+    rest.y += whole * s.y_stride;
+    rest.m -= whole;
+    Vnni<kWeights>::multiply(rest);
+  }
+  if (whole == 0) return;
+  TileShapes shapes;
+  shapes.Set(0, 1, kRowsOfTile, 16);
+  shapes.Set(4, 5, kRowsOfTile, Format::kWords);
+  shapes.Set(6, 7, Format::kWords, 16);
+  shapes.Load();
+  alignas(64) int32_t sums[2 * 256];
+  const int64_t panel_bytes = BytePanelBytes<Format>(s.block_groups * kPerGroup);
+  for (int32_t g = 0; g < s.groups || g == 0; g += s.block_groups) {
+    const int32_t groups = (s.groups - g < s.block_groups ? s.groups - g : s.block_groups) * kPerGroup;
+    Args t = {};
+    t.x = s.x + (g > 0 ? g / s.block_groups : 0) * s.x_block_stride;
+    t.x_row_stride = s.x_row_stride;
+    t.groups = groups;
+    t.y_stride = s.y_stride;
+    t.first = g == 0;
+    t.last = g + s.block_groups >= s.groups;
+    for (int32_t n = 0; n < s.outputs; n += kBytePanels * 16) {
+      const int32_t outputs = s.outputs - n < kBytePanels * 16 ? s.outputs - n : kBytePanels * 16;
+      const int panels = (outputs + 15) / 16;
+      for (int p = 0; p < panels; ++p) {
+        ExpandBytes<Format>(s.panels + (n / 16 + p) * s.layout.bytes, s.layout, g * kPerGroup, groups,
+                            s.scratch + p * panel_bytes);
+      }
+      for (int32_t row = 0; row < whole; row += kRowsOfTile) {
+        for (int p = 0; p < panels; ++p) {
+          const int32_t at = n + p * 16, left = s.outputs - at;
+          t.operands = s.scratch + p * panel_bytes;
+          t.scales = reinterpret_cast<const float*>(t.operands + int64_t{groups} * Format::kWords * 64);
+          t.y = s.y + at;
+          t.factor = s.factors + at;
+          t.bias = s.bias != nullptr ? s.bias + at : nullptr;
+          t.mask = static_cast<__mmask16>(left >= 16 ? 0xffffu : (1u << left) - 1);
+          ByteTile<Format>(t, row, sums);
+        }
+      }
+    }
+  }
+}
+
 // ---- x -----------------------------------------------------------------------------------------------------------
 
 PHSA_INLINE uint32_t RoundToBf16(float x) {
@@ -397,12 +561,38 @@ void Set(Kernels* kernels, int block_groups, int group_bytes, size_t scratch,
   product.tile_rows = kRowsOfTile;
 }
 
+template <WeightType kWeights, class Direct>
+void SetWithMinimum(Kernels* kernels) {
+  Set<kWeights>(kernels, kBlockGroups, 72, kPanels * kPanelBytes, &Convert<true>, &Multiply<WithMinimum<Direct>>);
+}
+
+template <WeightType kWeights, class Format>
+void SetBytes(Kernels* kernels) {
+  constexpr int32_t kPerGroup = kWeightGroup / (Format::kWords * 4);
+  constexpr auto kScratch = static_cast<size_t>(kBytePanels * BytePanelBytes<Format>(kByteBlockGroups * kPerGroup));
+  Product& product = kernels->products[static_cast<int>(kWeights)][static_cast<int>(ActivationType::kInt8)];
+  Vnni<kWeights>::multiply = product.multiply;
+  product.multiply = &MultiplyBytes<kWeights, Format>;
+  product.max_block_groups = kByteBlockGroups;
+  product.scratch_bytes = product.scratch_bytes > kScratch ? product.scratch_bytes : kScratch;
+  product.tile_rows = kRowsOfTile;
+}
+
 }  // namespace
 
 void AddAmx(Kernels* kernels) {
-  Set<WeightType::kInt4>(kernels, kBlockGroups, 72, kPanels * kPanelBytes, &Convert<true>, &Multiply<Int4>);
+  SetWithMinimum<WeightType::kInt4, DirectInt4>(kernels);
+  SetWithMinimum<WeightType::kInt4K, DirectInt4K>(kernels);
+  SetWithMinimum<WeightType::kInt5, DirectInt5>(kernels);
+  SetWithMinimum<WeightType::kInt5K, DirectInt5K>(kernels);
   Set<WeightType::kInt8>(kernels, kBlockGroups, 64, kPanels * kPanelBytes, &Convert<false>, &Multiply<Int8>);
   Set<WeightType::kInt6>(kernels, kBlockGroups, 64, kPanels * kPanelBytes, &Convert<false>, &Multiply<Int6>);
+  SetBytes<WeightType::kInt8, Bytes<bytes::DirectInt8, 128, Int8Group>>(kernels);
+  SetBytes<WeightType::kInt4, Bytes<bytes::DirectInt4, 0, Int8Group>>(kernels);
+  SetBytes<WeightType::kInt4K, Bytes<bytes::DirectInt4K, 0, Int8Group>>(kernels);
+  SetBytes<WeightType::kInt5, Bytes<bytes::DirectInt5, 0, Int8Group>>(kernels);
+  SetBytes<WeightType::kInt5K, Bytes<bytes::DirectInt5K, 0, Int8Group>>(kernels);
+  SetBytes<WeightType::kInt6, Bytes<bytes::DirectInt6, 32, Int8HalfGroup>>(kernels);
   Set<WeightType::kBf16>(kernels, kPlainBlockGroups, 64, 0, &Convert<false>, &MultiplyPlain);
 }
 

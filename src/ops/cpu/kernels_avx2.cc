@@ -32,7 +32,7 @@ PHSA_INLINE __m256i Broadcast32(const int8_t* at) {
 
 // sum[r][h] = the dot products of a group's 32 codes, of 8 rows of the panel from 8 h on, with those of row r of x.
 struct Int4 {
-  static constexpr int kCodeBytes = 256, kScaleBytes = 64;
+  static constexpr int kCodeBytes = 256;
   template <int kRows>
   static PHSA_INLINE void Sums(const uint8_t* codes, const Int8Group* const* x, __m256i (*sum)[2]) {
     const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
@@ -62,13 +62,44 @@ struct Int4 {
       sum[r][1] = _mm256_madd_epi16(sum[r][1], ones);
     }
   }
-  static PHSA_INLINE __m256 AddMinimum(__m256 acc, const uint8_t* scales, const Int8Group* x) {
-    return _mm256_fmadd_ps(LoadF16(scales + 32), _mm256_set1_ps(x->sum), acc);
+};
+
+// How scales lie: Load() gives those of a group as f32, [scale][16] and where there are any [minimum][16].
+struct F16Pairs {
+  static constexpr bool kMinimum = true;
+  static PHSA_INLINE void Load(const uint8_t* panel, int32_t g, float* out) {
+    for (int i = 0; i < 32; i += 8) _mm256_store_ps(out + i, LoadF16(panel + int64_t{g} * 64 + i * 2));
+  }
+};
+struct F16Singles {
+  static constexpr bool kMinimum = false;
+  static PHSA_INLINE void Load(const uint8_t* panel, int32_t g, float* out) {
+    for (int i = 0; i < 16; i += 8) _mm256_store_ps(out + i, LoadF16(panel + int64_t{g} * 32 + i * 2));
+  }
+};
+struct SixBits {
+  static constexpr bool kMinimum = true;
+  static PHSA_INLINE __m256 Wide(__m128i bytes, const uint8_t* factors) {
+    return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), LoadF16(factors));
+  }
+  static PHSA_INLINE void Load(const uint8_t* panel, int32_t g, float* out) {
+    const uint8_t* const super = panel + int64_t{g / 8} * kSuperBytes;
+    const __m128i nibble = _mm_set1_epi8(15), upper = _mm_set1_epi8(0x30);
+    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(super + 64 + g % 8 * 16));
+    __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(super + 192 + g % 4 * 16));
+    if (g % 8 < 4) high = _mm_slli_epi16(high, 4);  // both are in the upper halves of the bytes
+    const __m128i scale = _mm_or_si128(_mm_and_si128(low, nibble), _mm_and_si128(high, upper));
+    const __m128i min =
+        _mm_or_si128(_mm_and_si128(_mm_srli_epi16(low, 4), nibble), _mm_and_si128(_mm_srli_epi16(high, 2), upper));
+    _mm256_store_ps(out, Wide(scale, super));
+    _mm256_store_ps(out + 8, Wide(_mm_srli_si128(scale, 8), super + 16));
+    _mm256_store_ps(out + 16, Wide(min, super + 32));
+    _mm256_store_ps(out + 24, Wide(_mm_srli_si128(min, 8), super + 48));
   }
 };
 
 struct Int8 {
-  static constexpr int kCodeBytes = 512, kScaleBytes = 32;
+  static constexpr int kCodeBytes = 512;
   template <int kRows>
   static PHSA_INLINE void Sums(const uint8_t* codes, const Int8Group* const* x, __m256i (*sum)[2]) {
     const __m256i offset = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
@@ -88,11 +119,10 @@ struct Int8 {
       }
     }
   }
-  static PHSA_INLINE __m256 AddMinimum(__m256 acc, const uint8_t*, const Int8Group*) { return acc; }
 };
 
 // Rows [row, row + kRows) of x by one panel.
-template <class Format, int kRows>
+template <class Format, class Scales, int kRows>
 __attribute__((noinline)) void Tile(const Share& s, const uint8_t* panel, int32_t row, float (*out)[16]) {
   __m256 acc[kRows][2];
   const Int8Group* x[kRows];
@@ -101,19 +131,22 @@ __attribute__((noinline)) void Tile(const Share& s, const uint8_t* panel, int32_
     acc[r][0] = acc[r][1] = _mm256_setzero_ps();
     x[r] = reinterpret_cast<const Int8Group*>(s.x + (row + r) * s.x_row_stride);
   }
-  const uint8_t* scales = panel;
+  alignas(32) float scales[32];
   const uint8_t* codes = panel + s.layout.codes;
-  for (int32_t g = 0; g < s.groups; ++g, scales += Format::kScaleBytes, codes += Format::kCodeBytes) {
+  for (int32_t g = 0; g < s.groups; ++g, codes += Format::kCodeBytes) {
+    Scales::Load(panel, g, scales);
     __m256i sum[kRows][2];
     Format::template Sums<kRows>(codes, x, sum);
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      const __m256 scale = LoadF16(scales + h * 16);
+      const __m256 scale = _mm256_load_ps(scales + h * 8);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(x[r]->scale));
         acc[r][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][h]), both, acc[r][h]);
-        acc[r][h] = Format::AddMinimum(acc[r][h], scales + h * 16, x[r]);
+        if constexpr (Scales::kMinimum) {
+          acc[r][h] = _mm256_fmadd_ps(_mm256_load_ps(scales + 16 + h * 8), _mm256_set1_ps(x[r]->sum), acc[r][h]);
+        }
       }
     }
 #pragma GCC unroll 4
@@ -126,7 +159,7 @@ __attribute__((noinline)) void Tile(const Share& s, const uint8_t* panel, int32_
   }
 }
 
-template <class Format>
+template <class Format, class Scales>
 void Multiply(const Share& s) {
   for (int32_t n = 0; n < s.outputs; n += 16) {
     const uint8_t* const panel = s.panels + n / 16 * s.layout.bytes;
@@ -135,10 +168,10 @@ void Multiply(const Share& s) {
       const int32_t rows = s.m - row < kTileRows ? s.m - row : kTileRows;
       float out[kTileRows][16];
       switch (rows) {
-        case 1: Tile<Format, 1>(s, panel, row, out); break;
-        case 2: Tile<Format, 2>(s, panel, row, out); break;
-        case 3: Tile<Format, 3>(s, panel, row, out); break;
-        default: Tile<Format, 4>(s, panel, row, out); break;
+        case 1: Tile<Format, Scales, 1>(s, panel, row, out); break;
+        case 2: Tile<Format, Scales, 2>(s, panel, row, out); break;
+        case 3: Tile<Format, Scales, 3>(s, panel, row, out); break;
+        default: Tile<Format, Scales, 4>(s, panel, row, out); break;
       }
       for (int32_t r = 0; r < rows; ++r) {
         float* const y = s.y + (row + r) * s.y_stride + n;
@@ -155,10 +188,12 @@ void Multiply(const Share& s) {
 
 void AddAvx2(Kernels* kernels) {
   constexpr int kInt8 = static_cast<int>(ActivationType::kInt8);
-  Product& int8 = kernels->products[static_cast<int>(WeightType::kInt8)][kInt8];
-  Product& int4 = kernels->products[static_cast<int>(WeightType::kInt4)][kInt8];
-  int8 = {kMaxBlockGroups, sizeof(Int8Group), 0, kernels->convert_to_int8, &Multiply<Int8>};
-  int4 = {kMaxBlockGroups, sizeof(Int8Group), 0, kernels->convert_to_int8_for_int4, &Multiply<Int4>};
+  const auto set = [&](WeightType weights, auto convert, auto multiply) {
+    kernels->products[static_cast<int>(weights)][kInt8] = {kMaxBlockGroups, sizeof(Int8Group), 0, convert, multiply};
+  };
+  set(WeightType::kInt8, kernels->convert_to_int8, &Multiply<Int8, F16Singles>);
+  set(WeightType::kInt4, kernels->convert_to_int8_for_int4, &Multiply<Int4, F16Pairs>);
+  set(WeightType::kInt4K, kernels->convert_to_int8_for_int4, &Multiply<Int4, SixBits>);
   kernels->fast.int8 = true;
 }
 

@@ -22,28 +22,22 @@ constexpr int kPlainBlockGroups = 9;
 
 #include "ops/cpu/bf16_formats_avx512-inl.h"
 
-// What Expand writes.
+// What ExpandGroups writes.
 struct Expanded {
   static constexpr int kOperands = 1, kLoads = 16, kGroupBytes = 1024;
   using Loaded = __m512i;
   static PHSA_INLINE __m512i Load(const uint8_t* codes, int load) { return _mm512_loadu_si512(codes + load * 64); }
-  static PHSA_INLINE __m512 Scale(const uint8_t* at) { return _mm512_loadu_ps(at); }
   PHSA_INLINE __m512i Operand(__m512i loaded, int) const { return loaded; }
 };
 struct ExpandedInt8 : Bf16WithoutMinimum, Expanded {
-  static constexpr int kScaleBytes = 64;
+  using Scales = F32Scales<1>;
 };
-struct ExpandedInt4 : Bf16WithMinimum, Expanded {
-  static constexpr int kScaleBytes = 128;
-  static PHSA_INLINE __m512 Minimum(const uint8_t* at) { return _mm512_loadu_ps(at + 64); }
+struct ExpandedWithMinimum : Bf16WithMinimum, Expanded {
+  using Scales = F32Scales<2>;
 };
-
-struct ExpandedInt6 : Int6Sums {
-  static constexpr int kOperands = 1, kLoads = 8, kScaleBytes = 64, kGroupBytes = 512;
-  using Loaded = __m512i;
-  static PHSA_INLINE __m512i Load(const uint8_t* codes, int load) { return _mm512_loadu_si512(codes + load * 64); }
-  PHSA_INLINE __m512i Operand(__m512i loaded, int) const { return loaded; }
-  static PHSA_INLINE __m512 Scale(const uint8_t* at) { return _mm512_loadu_ps(at); }
+struct ExpandedInt6 : Int6Sums, Expanded {
+  static constexpr int kLoads = 8, kGroupBytes = 512;
+  using Scales = F32Scales<1>;
 };
 
 void MultiplyInt6(const Share& s) { MultiplyEither<DirectInt6, ExpandedInt6, 13>(HalfGroups(s)); }
@@ -155,19 +149,28 @@ void Set(Kernels* kernels, int block_groups, size_t scratch, void (*multiply)(co
       block_groups, sizeof(XGroup), scratch, &Convert, multiply};
 }
 
+template <class Direct>
+void SetWithMinimum(Kernels* kernels, WeightType weights) {
+  kernels->products[static_cast<int>(weights)][static_cast<int>(ActivationType::kBf16)] = {
+      kMaxBlockGroups, sizeof(XGroup), ScratchBytes<ExpandedWithMinimum>(kMaxBlockGroups), &Convert,
+      &MultiplyEither<Direct, ExpandedWithMinimum, 13>};
+}
+
 }  // namespace
 
 void AddAvx512Bf16(Kernels* kernels) {
   Set<WeightType::kBf16>(kernels, kPlainBlockGroups, 0, &MultiplyPlain);
   Set<WeightType::kInt8>(kernels, kMaxBlockGroups, ScratchBytes<ExpandedInt8>(kMaxBlockGroups),
                          &MultiplyEither<DirectInt8, ExpandedInt8, 4>);
-  Set<WeightType::kInt4>(kernels, kMaxBlockGroups, ScratchBytes<ExpandedInt4>(kMaxBlockGroups),
-                         &MultiplyEither<DirectInt4, ExpandedInt4, 13>);
+  SetWithMinimum<DirectInt4>(kernels, WeightType::kInt4);
+  SetWithMinimum<DirectInt4K>(kernels, WeightType::kInt4K);
+  SetWithMinimum<DirectInt5>(kernels, WeightType::kInt5);
+  SetWithMinimum<DirectInt5K>(kernels, WeightType::kInt5K);
   kernels->products[static_cast<int>(WeightType::kInt6)][static_cast<int>(ActivationType::kBf16)] = {
       kMaxBlockGroups, 2 * sizeof(XHalfGroup), ScratchBytes<ExpandedInt6>(2 * kMaxBlockGroups), &ConvertForInt6,
       &MultiplyInt6};
   kernels->fast.bf16 = true;
-  kernels->fast.int6 =
+  kernels->fast.odd_bits =
       kernels->products[static_cast<int>(WeightType::kInt6)][static_cast<int>(ActivationType::kInt8)].multiply !=
       nullptr;
 }

@@ -20,113 +20,21 @@ namespace {
 constexpr int kMaxBlockGroups = 24;
 constexpr int kMaxBlockGroupsInt8 = 48;
 
-struct Int8Sums {
-  using Group = Int8Group;
-  using Sum = __m512i;
-  using Loaded = __m512i;
-  static PHSA_INLINE __m512i Load(const uint8_t* codes, int load) { return _mm512_loadu_si512(codes + load * 64); }
-  static PHSA_INLINE __m512i Dot(__m512i sum, __m512i operand, __m512i e) {
-    // The intrinsic makes GCC 12 copy every sum before and after each instruction of a loop.
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(operand), "v"(e));
-    return sum;
-  }
-};
+#include "ops/cpu/int8_formats_avx512-inl.h"
 
-struct Int8WithoutMinimum : Int8Sums {
-  static PHSA_INLINE __m512i Start(const Int8Group* x) { return _mm512_set1_epi32(x->start); }
-  static PHSA_INLINE __m512 Minimum(const uint8_t*) { return _mm512_setzero_ps(); }
-  static PHSA_INLINE __m512 Finish(__m512 acc, __m512i sum, __m512 scale, __m512, const Int8Group* x) {
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scale, _mm512_set1_ps(x->scale)), acc);
-  }
-};
-
-struct Int8WithMinimum : Int8Sums {
-  static PHSA_INLINE __m512i Start(const Int8Group*) { return _mm512_setzero_si512(); }
-  static PHSA_INLINE __m512 Finish(__m512 acc, __m512i sum, __m512 scale, __m512 minimum, const Int8Group* x) {
-    acc = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scale, _mm512_set1_ps(x->scale)), acc);
-    return _mm512_fmadd_ps(minimum, _mm512_set1_ps(x->sum), acc);
-  }
-};
-
-// int8 weights: a word is an operand as it lies.
-struct DirectInt8 : Int8WithoutMinimum {
-  static constexpr int kOperands = 1, kLoads = 8, kScaleBytes = 32, kGroupBytes = 512;
+// What codes are expanded to.
+struct Expanded : Int8WithMinimum {
+  static constexpr int kOperands = 1, kLoads = 8, kGroupBytes = 512;
+  using Scales = F32Scales<2>;
   PHSA_INLINE __m512i Operand(__m512i loaded, int) const { return loaded; }
-  static PHSA_INLINE __m512 Scale(const uint8_t* at) { return LoadF16(at); }
-};
-
-// int4 weights: the low halves of the bytes are one operand, the high halves the next.
-struct DirectInt4 : Int8WithMinimum {
-  static constexpr int kOperands = 2, kLoads = 4, kScaleBytes = 64, kGroupBytes = 256;
-  PHSA_INLINE __m512i Operand(__m512i loaded, int i) const {
-    const __m512i low = _mm512_set1_epi8(15);
-    return _mm512_and_si512(i == 0 ? loaded : _mm512_srli_epi16(loaded, 4), low);
-  }
-  static PHSA_INLINE __m512 Scale(const uint8_t* at) { return LoadF16(at); }
-  static PHSA_INLINE __m512 Minimum(const uint8_t* at) { return LoadF16(at + 32); }
-
-  static void Expand(const uint8_t* codes, const uint8_t* scales, int32_t first, int32_t groups, uint8_t* out,
-                     float* out_scales) {
-    ExpandScales(scales + int64_t{first} * kScaleBytes, groups * 2, out_scales);
-    codes += int64_t{first} * kLoads * 64;
-    const DirectInt4 format;
-    for (int32_t i = 0; i < groups * kLoads; ++i, codes += 64, out += 128) {
-      const __m512i loaded = Load(codes, 0);
-      _mm512_storeu_si512(out, format.Operand(loaded, 0));
-      _mm512_storeu_si512(out + 64, format.Operand(loaded, 1));
-    }
-  }
-};
-
-struct ExpandedInt4 : Int8WithMinimum {
-  static constexpr int kOperands = 1, kLoads = 8, kScaleBytes = 128, kGroupBytes = 512;
-  PHSA_INLINE __m512i Operand(__m512i loaded, int) const { return loaded; }
-  static PHSA_INLINE __m512 Scale(const uint8_t* at) { return _mm512_loadu_ps(at); }
-  static PHSA_INLINE __m512 Minimum(const uint8_t* at) { return _mm512_loadu_ps(at + 64); }
-};
-
-// int6 weights: as int4's, with two bits more.
-struct Int6Sums {
-  using Group = Int8HalfGroup;
-  using Sum = __m512i;
-  static PHSA_INLINE __m512i Dot(__m512i sum, __m512i operand, __m512i e) { return Int8Sums::Dot(sum, operand, e); }
-  static PHSA_INLINE __m512i Start(const Group* x) { return _mm512_set1_epi32(x->start); }
-  static PHSA_INLINE __m512 Minimum(const uint8_t*) { return _mm512_setzero_ps(); }
-  static PHSA_INLINE __m512 Finish(__m512 acc, __m512i sum, __m512 scale, __m512, const Group* x) {
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scale, _mm512_set1_ps(x->scale)), acc);
-  }
-};
-
-struct DirectInt6 : Int6Sums {
-  static constexpr int kOperands = 2, kLoads = 2, kScaleBytes = 32, kGroupBytes = 192;
-  using Loaded = Int6Codes;
-  static PHSA_INLINE Int6Codes Load(const uint8_t* codes, int load) { return Int6Codes::Load(codes, load); }
-  PHSA_INLINE __m512i Operand(const Int6Codes& loaded, int i) const {
-    const __m512i low = i == 0 ? loaded.low : _mm512_srli_epi16(loaded.low, 4);
-    const __m512i high = _mm512_slli_epi16(loaded.high, i == 0 ? 4 : 2);
-    // Bits 0 to 3 of the one, the others of the other.
-    const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), low, high, 0xca);
-    return _mm512_and_si512(code, _mm512_set1_epi8(63));
-  }
-  static PHSA_INLINE __m512 Scale(const uint8_t* at) { return LoadF16(at); }
-
-  static void Expand(const uint8_t* codes, const uint8_t* scales, int32_t first, int32_t groups, uint8_t* out,
-                     float* out_scales) {
-    ExpandScales(scales + int64_t{first} * kScaleBytes, groups, out_scales);
-    codes += int64_t{first} * kGroupBytes;
-    const DirectInt6 format;
-    for (int32_t g = 0; g < groups; ++g, codes += kGroupBytes) {
-      for (int i = 0; i < 4; ++i, out += 64) _mm512_storeu_si512(out, format.Operand(Load(codes, i / 2), i % 2));
-    }
-  }
 };
 
 struct ExpandedInt6 : Int6Sums {
-  static constexpr int kOperands = 1, kLoads = 4, kScaleBytes = 64, kGroupBytes = 256;
+  static constexpr int kOperands = 1, kLoads = 4, kGroupBytes = 256;
+  using Scales = F32Scales<1>;
   using Loaded = __m512i;
   static PHSA_INLINE __m512i Load(const uint8_t* codes, int load) { return _mm512_loadu_si512(codes + load * 64); }
   PHSA_INLINE __m512i Operand(__m512i loaded, int) const { return loaded; }
-  static PHSA_INLINE __m512 Scale(const uint8_t* at) { return _mm512_loadu_ps(at); }
 };
 
 void MultiplyInt6(const Share& s) { MultiplyEither<DirectInt6, ExpandedInt6, 13>(HalfGroups(s)); }
@@ -193,15 +101,23 @@ void ConvertForInt6(const float* x, int32_t cols, int32_t block_groups, uint8_t*
   }
 }
 
+template <class Direct>
+void SetWithMinimum(Kernels* kernels, WeightType weights) {
+  kernels->products[static_cast<int>(weights)][static_cast<int>(ActivationType::kInt8)] = {
+      kMaxBlockGroups, sizeof(Int8Group), ScratchBytes<Expanded>(kMaxBlockGroups), &Convert<true>,
+      &MultiplyEither<Direct, Expanded, 13>};
+}
+
 }  // namespace
 
 void AddAvx512Vnni(Kernels* kernels) {
   constexpr int kInt8 = static_cast<int>(ActivationType::kInt8);
   kernels->products[static_cast<int>(WeightType::kInt8)][kInt8] = {kMaxBlockGroupsInt8, sizeof(Int8Group), 0,
                                                                    &Convert<false>, &MultiplyDirect<DirectInt8>};
-  kernels->products[static_cast<int>(WeightType::kInt4)][kInt8] = {
-      kMaxBlockGroups, sizeof(Int8Group), ScratchBytes<ExpandedInt4>(kMaxBlockGroups), &Convert<true>,
-      &MultiplyEither<DirectInt4, ExpandedInt4, 13>};
+  SetWithMinimum<DirectInt4>(kernels, WeightType::kInt4);
+  SetWithMinimum<DirectInt4K>(kernels, WeightType::kInt4K);
+  SetWithMinimum<DirectInt5>(kernels, WeightType::kInt5);
+  SetWithMinimum<DirectInt5K>(kernels, WeightType::kInt5K);
   kernels->products[static_cast<int>(WeightType::kInt6)][kInt8] = {kMaxBlockGroups, 2 * sizeof(Int8HalfGroup),
                                                                    ScratchBytes<ExpandedInt6>(2 * kMaxBlockGroups),
                                                                    &ConvertForInt6, &MultiplyInt6};
