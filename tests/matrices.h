@@ -152,7 +152,7 @@ inline std::vector<std::vector<float>> Multiply(const std::vector<float>& x, int
                                                 const LinearGate* gate = nullptr) {
   const Matrix& first = *outputs[0].weights;
   const int32_t threads = pool != nullptr ? pool->num_threads() : 1;
-  const size_t size = LinearWorkspaceSize(first.type(), activations, m, first.cols(), threads);
+  const size_t size = LinearWorkspaceSize(first.type(), activations, m, first.cols(), threads, first.of_file());
   auto* workspace = static_cast<uint8_t*>(std::aligned_alloc(64, (size + 63) / 64 * 64));
   std::memset(workspace, 0xff, size);  // NaN in every format: nothing may be read before it is written
   std::vector<std::vector<float>> y;

@@ -135,6 +135,35 @@ TEST_F(Ops, AGateWhereBothHalvesAreMadeGivesTheBitsOfOneAfterwards) {
   });
 }
 
+TEST_F(Ops, RowsOfAFileHaveTheBitsOfPackedOnes) {
+  ForEachTargetAndPair([&](const Pair& pair) {
+    if (pair.weights != WeightType::kF32 && pair.weights != WeightType::kBf16) return;
+    for (const auto& [rows, cols] : {std::pair{1, 1}, {37, 96}, {200, 352}, {130, 101}, {66, 3}}) {
+      const Weights w = MakeWeights(pair.weights, rows, cols, 23);
+      // Not at a multiple of anything.
+      std::vector<uint8_t> file(1);
+      for (const float value : w.part) {
+        const auto bits = std::bit_cast<uint32_t>(value);
+        for (int i = pair.weights == WeightType::kF32 ? 0 : 2; i < 4; ++i) file.push_back(bits >> (8 * i) & 0xff);
+      }
+      const Matrix of_file = Matrix::OfFile(pair.weights, rows, cols, file.data() + 1);
+      std::vector<float> row(static_cast<size_t>(cols));
+      of_file.GetRow(rows - 1, row.data());
+      EXPECT_TRUE(std::equal(row.begin(), row.end(), w.part.end() - cols));
+      const std::vector<float> bias = RandomFloats(static_cast<size_t>(rows), 6);
+      for (const int32_t m : {1, 9, 70}) {
+        const std::vector<float> x = RandomFloats(static_cast<size_t>(m) * static_cast<size_t>(cols), 8);
+        const auto packed = Multiply(x, m, pair.activations, {{&w.matrix, bias.data()}})[0];
+        for (const int32_t threads : {1, 3}) {
+          ThreadPool pool(threads);
+          const auto y = Multiply(x, m, pair.activations, {{&of_file, bias.data()}, {&of_file}}, &pool);
+          ASSERT_EQ(y[0], packed) << rows << " x " << cols << ", " << threads << " threads, m " << m;
+        }
+      }
+    }
+  });
+}
+
 // Sums of integers are exact in every instruction set, and what follows is the same arithmetic wherever it is fused.
 TEST_F(Ops, Int8ActivationsGiveTheSameBitsOnEveryTargetWithFusedMultiplyAdd) {
   for (const WeightType type : {WeightType::kInt8, WeightType::kInt4, WeightType::kInt4K}) {

@@ -25,6 +25,8 @@ constexpr int32_t kTasksPerThread = 6;
 // Bytes of weights times rows of x of the smallest task: some microseconds of work. Handing a task over costs a tenth
 // of one for each of the other threads, so small products have one task a thread.
 constexpr int64_t kLeastWork = 64 * 1024;
+// Panels of a matrix of a file that are interleaved at a time: as many as a tile takes of one row of x.
+constexpr int32_t kInterleaved = 4;
 
 const Product& ProductOf(WeightType weights, ActivationType activations) {
   const Product& product = ops::ActiveKernels().products[static_cast<int>(weights)][static_cast<int>(activations)];
@@ -58,6 +60,10 @@ int64_t ConvertedBytes(const Product& product, int32_t m, int32_t cols) {
   return product.convert == nullptr ? 0 : RoundUp(RowBytes(product, cols) * m, 64);
 }
 
+int64_t InterleavedBytes(WeightType weights, int32_t cols) {
+  return RoundUp(kInterleaved * ops::LayoutOf(weights, cols).bytes, 64);
+}
+
 struct Call {
   const float* x;
   int64_t x_stride;
@@ -70,6 +76,7 @@ struct Call {
   ops::PanelLayout layout;
   uint8_t* converted;  // alone: one copy per worker
   uint8_t* scratch;
+  uint8_t* interleaved;  // InterleavedBytes of each worker; null: no matrix is of a file
   bool alone;
   bool* done;  // alone: [worker], whether its copy is there
 
@@ -92,7 +99,6 @@ void MultiplyPanels(const Call& call, const LinearOutput* output, int32_t index,
   const int32_t first = index * call.panels_per_task * kPanelRows;
 
   ops::Share share = {};
-  share.panels = output->weights->panels() + int64_t{index} * call.panels_per_task * call.layout.bytes;
   share.layout = call.layout;
   share.factors = output->weights->factors() != nullptr ? output->weights->factors() + first : nullptr;
   share.bias = output->bias != nullptr ? output->bias + first : nullptr;
@@ -121,7 +127,21 @@ void MultiplyPanels(const Call& call, const LinearOutput* output, int32_t index,
     share.x_block_stride = call.block_bytes * call.m;
     share.x = x + row * share.x_row_stride;
   }
-  product.multiply(share);
+  const int32_t first_panel = index * call.panels_per_task;
+  if (!output->weights->of_file()) {
+    share.panels = output->weights->panels() + int64_t{first_panel} * call.layout.bytes;
+    return product.multiply(share);
+  }
+  const ops::Share all = share;
+  uint8_t* const panels = call.interleaved + InterleavedBytes(output->weights->type(), call.cols) * worker;
+  share.panels = panels;
+  for (int32_t done = 0; done < all.outputs; done += kInterleaved * kPanelRows) {
+    share.outputs = std::min(kInterleaved * kPanelRows, all.outputs - done);
+    share.bias = all.bias != nullptr ? all.bias + done : nullptr;
+    share.y = all.y + done;
+    output->weights->Interleave(first_panel + done / kPanelRows, (share.outputs + kPanelRows - 1) / kPanelRows, panels);
+    product.multiply(share);
+  }
 }
 
 void Multiply(const Call& call, int32_t task, int32_t worker) {
@@ -158,29 +178,31 @@ void Run(const phsa_executor& executor, int32_t tasks, void (*fn)(void*, int32_t
 
 // A call's workspace. With a null memory only the size is counted.
 struct Workspace {
-  Workspace(const Product& product, int64_t threads, int64_t converted_bytes, void* memory) {
+  Workspace(const Product& product, int64_t threads, int64_t interleaved_bytes, int64_t converted_bytes, void* memory) {
     Carver carver(memory);
     done = carver.Take<bool>(threads);
     scratch = carver.Take<uint8_t>(RoundUp(static_cast<int64_t>(product.scratch_bytes), 64) * threads);
+    interleaved = carver.Take<uint8_t>(interleaved_bytes);
     converted = carver.Take<uint8_t>(converted_bytes);
     size = carver.size();
   }
   bool* done;
-  uint8_t *scratch, *converted;
+  uint8_t *scratch, *interleaved, *converted;
   size_t size;
 };
 
 }  // namespace
 
-size_t LinearWorkspaceSize(WeightType weights, ActivationType activations, int32_t m, int32_t cols,
-                           int32_t num_threads) {
+size_t LinearWorkspaceSize(WeightType weights, ActivationType activations, int32_t m, int32_t cols, int32_t num_threads,
+                           bool of_file) {
   const Product& product = ProductOf(weights, activations);
   const int64_t threads = std::max(num_threads, 1);
   // A call with fewer rows than m may need a copy per thread.
   const int64_t alone = std::min<int64_t>(m, cols > 0 ? kConvertAlone / cols : m);
   const int64_t converted =
       std::max(ConvertedBytes(product, m, cols), ConvertedBytes(product, static_cast<int32_t>(alone), cols) * threads);
-  return Workspace(product, threads, converted, nullptr).size;
+  const int64_t interleaved = of_file ? InterleavedBytes(weights, cols) * threads : 0;
+  return Workspace(product, threads, interleaved, converted, nullptr).size;
 }
 
 void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
@@ -193,7 +215,9 @@ void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activati
     PHSA_CHECK(output.weights->type() == weights.type() && output.weights->cols() == weights.cols());
   }
   PHSA_CHECK(gate == nullptr || (outputs.size() == 2 && outputs[1].weights->rows() == weights.rows()));
-  PHSA_CHECK(workspace_size >= LinearWorkspaceSize(weights.type(), activations, m, weights.cols(), threads));
+  const bool of_file =
+      std::any_of(outputs.begin(), outputs.end(), [](const LinearOutput& output) { return output.weights->of_file(); });
+  PHSA_CHECK(workspace_size >= LinearWorkspaceSize(weights.type(), activations, m, weights.cols(), threads, of_file));
   PHSA_CHECK(reinterpret_cast<uintptr_t>(workspace) % 64 == 0);
 
   Call call = {};
@@ -208,9 +232,11 @@ void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activati
   call.block_bytes = BlockBytes(*call.product, call.block_groups);
   call.layout = ops::LayoutOf(weights.type(), weights.cols());
   call.alone = ConvertsAlone(m, call.cols);
-  const Workspace own(*call.product, threads, 0, workspace);
+  const Workspace own(*call.product, threads, of_file ? InterleavedBytes(weights.type(), call.cols) * threads : 0, 0,
+                      workspace);
   call.done = own.done;
   call.scratch = own.scratch;
+  call.interleaved = own.interleaved;
   call.converted = own.converted;
   std::fill_n(call.done, threads, false);
 
