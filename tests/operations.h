@@ -37,7 +37,7 @@ struct Operation {
   std::string name;
   Arrays inputs;
   size_t outputs = 0;
-  double flops = 0;       // of one run, a multiplication and an addition one each
+  double flops = 0;             // of one run, a multiplication and an addition one each
   bool in_place = false;        // out may be inputs[0]
   bool needs_odd_bits = false;  // FastProducts().odd_bits
   std::function<void(const Arrays& in, float* out, const Executor& executor)> run;
