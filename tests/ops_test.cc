@@ -161,7 +161,7 @@ std::vector<std::vector<float>> Multiply(const std::vector<float>& x, int32_t m,
                                          const std::vector<Output>& outputs, ThreadPool* pool = nullptr) {
   const Matrix& first = *outputs[0].weights;
   const int32_t threads = pool != nullptr ? pool->num_threads() : 1;
-  const size_t size = LinearWorkspaceSize(first.type(), activations, m, first.cols(), threads);
+  const size_t size = LinearWorkspaceSize(first.type(), activations, m, first.cols(), threads, first.of_file());
   auto* workspace = static_cast<uint8_t*>(std::aligned_alloc(64, (size + 63) / 64 * 64));
   std::memset(workspace, 0xff, size);  // NaN in every format: nothing may be read before it is written
   std::vector<std::vector<float>> y;
@@ -250,6 +250,35 @@ TEST_F(Ops, ThreadsAndNeighboursInACallChangeNoBit) {
         ASSERT_EQ(y[0], alone_k) << threads << " threads, m " << m;
         ASSERT_EQ(y[1], alone_q) << threads << " threads, m " << m;
         ASSERT_EQ(y[2], alone_k) << threads << " threads, m " << m;
+      }
+    }
+  });
+}
+
+TEST_F(Ops, RowsOfAFileHaveTheBitsOfPackedOnes) {
+  ForEachTargetAndPair([&](const Pair& pair) {
+    if (pair.weights != WeightType::kF32 && pair.weights != WeightType::kBf16) return;
+    for (const auto& [rows, cols] : {std::pair{1, 1}, {37, 96}, {200, 352}, {130, 101}, {66, 3}}) {
+      const Weights w = MakeWeights(pair.weights, rows, cols, 23);
+      // Not at a multiple of anything.
+      std::vector<uint8_t> file(1);
+      for (const float value : w.part) {
+        const auto bits = std::bit_cast<uint32_t>(value);
+        for (int i = pair.weights == WeightType::kF32 ? 0 : 2; i < 4; ++i) file.push_back(bits >> (8 * i) & 0xff);
+      }
+      const Matrix of_file = Matrix::OfFile(pair.weights, rows, cols, file.data() + 1);
+      std::vector<float> row(static_cast<size_t>(cols));
+      of_file.GetRow(rows - 1, row.data());
+      EXPECT_TRUE(std::equal(row.begin(), row.end(), w.part.end() - cols));
+      const std::vector<float> bias = RandomFloats(static_cast<size_t>(rows), 6);
+      for (const int32_t m : {1, 9, 70}) {
+        const std::vector<float> x = RandomFloats(static_cast<size_t>(m) * static_cast<size_t>(cols), 8);
+        const auto packed = Multiply(x, m, pair.activations, {{&w.matrix, bias.data()}})[0];
+        for (const int32_t threads : {1, 3}) {
+          ThreadPool pool(threads);
+          const auto y = Multiply(x, m, pair.activations, {{&of_file, bias.data()}, {&of_file}}, &pool);
+          ASSERT_EQ(y[0], packed) << rows << " x " << cols << ", " << threads << " threads, m " << m;
+        }
       }
     }
   });

@@ -3,6 +3,7 @@
 #define PHSA_TESTS_TEST_BACKEND_H_
 
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <utility>
 
@@ -13,7 +14,9 @@ namespace phsa {
 
 inline std::unique_ptr<ModelBackend> TestBackend(const ModelSource& source, WeightsMode weights, int32_t kv_dtype,
                                                  int32_t max_rows, ThreadPool& threads) {
-  return MakeCpuBackend(source, {weights, kv_dtype, max_rows}, threads, [](double) { return true; });
+  BackendOptions options{weights, kv_dtype, max_rows};
+  options.experts_in_file = std::getenv("PHSA_EXPERTS_IN_FILE") != nullptr;
+  return MakeCpuBackend(source, options, threads, [](double) { return true; });
 }
 
 inline KvCache TestCache(ModelBackend& backend, PageLayout layout, int32_t num_pages) {

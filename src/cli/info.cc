@@ -215,8 +215,12 @@ void MemoryLines(const ModelSource& source, const Line& line) {
   }
   const char* name = "memory";
   for (const auto& [mode, plan] : memory.cpu) {
-    line(std::exchange(name, ""),
-         fmt::format("weights, --weights {:<4} {:>9} ({})", Name(mode), BytesInWords(plan.bytes), plan.types));
+    const std::string in_file =
+        plan.file_bytes == 0
+            ? ""
+            : fmt::format("; experts, {}, stay in the file where memory is short", BytesInWords(plan.file_bytes));
+    line(std::exchange(name, ""), fmt::format("weights, --weights {:<4} {:>9} ({}){}", Name(mode),
+                                              BytesInWords(plan.bytes), plan.types, in_file));
   }
   for (const auto& [mode, bytes] : memory.gpu) {
     line("", fmt::format("on a GPU, --weights {:<4} {:>8}", Name(mode), BytesInWords(bytes)));
@@ -236,7 +240,7 @@ Json MemoryJson(const ModelSource& source) {
   }
   Json out;
   for (const auto& [mode, plan] : memory.cpu) {
-    out["weights"][Name(mode)] = {{"bytes", plan.bytes}, {"types", plan.types}};
+    out["weights"][Name(mode)] = {{"bytes", plan.bytes}, {"types", plan.types}, {"experts_in_file", plan.file_bytes}};
   }
   out["gpu_weights"] = Json::object();
   for (const auto& [mode, bytes] : memory.gpu) out["gpu_weights"][Name(mode)] = {{"bytes", bytes}};

@@ -169,7 +169,16 @@ Engine::Engine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const E
   }
   CheckAttention(options_.attention, model);
   punctuation_ = PunctuationFlags(options_.attention);
-  plan_ = MakePlan(*source_, options_, device_, backend_options_, threads_.num_threads());
+  const auto plan = [&](bool experts_in_file) {
+    backend_options_.experts_in_file = experts_in_file;
+    return MakePlan(*source_, options_, device_, backend_options_, threads_.num_threads());
+  };
+  plan_ = plan(false);
+  // A copy of all experts is faster, where there is room for it and for a text of some length.
+  constexpr int32_t kSomeLength = 4096;
+  if (!Fits(plan_) || (options_.context == 0 && plan_.context < std::min(model.context, kSomeLength))) {
+    plan_ = plan(true);
+  }
   CheckFits(plan_);
   source_->SetContext(plan_.context);
 }

@@ -20,8 +20,10 @@ std::string MemoryPlan::Text() const {
   return text;
 }
 
+bool Fits(const MemoryPlan& plan) { return plan.total() <= plan.available; }
+
 void CheckFits(const MemoryPlan& plan) {
-  if (plan.total() <= plan.available) return;
+  if (Fits(plan)) return;
   const Option context{"context"}, weights{"weights", "int8"};
   ThrowInvalid("{}: it does not fit; {} needs less", plan.Text(),
                plan.gpu.empty() ? fmt::format("a smaller {}, {} or {}", context, Option{"kv_type", "int8"}, weights)

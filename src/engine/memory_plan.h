@@ -18,6 +18,7 @@ struct MemoryPlan {
   std::string Text() const;  // one line
 };
 
+bool Fits(const MemoryPlan& plan);
 // Throws phsa::Error with both numbers where the plan does not fit.
 void CheckFits(const MemoryPlan& plan);
 

@@ -33,9 +33,10 @@ namespace phsa {
 // What a backend is made with.
 struct BackendOptions {
   WeightsMode weights = WeightsMode::kAuto;
-  int32_t kv_dtype = PHSA_F32;  // phsa_dtype of the cache's keys and values
-  int32_t max_rows = 1;         // the most tokens of a step
-  int32_t device_index = 0;     // which of several devices of a kind
+  int32_t kv_dtype = PHSA_F32;   // phsa_dtype of the cache's keys and values
+  int32_t max_rows = 1;          // the most tokens of a step
+  int32_t device_index = 0;      // which of several devices of a kind
+  bool experts_in_file = false;  // on the CPU: PlanWeights
 };
 
 // What it will take, without making one.

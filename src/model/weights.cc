@@ -14,7 +14,8 @@ namespace {
 struct Place : ModelTensor {
   Matrix* matrix = nullptr;
   Vector* vector = nullptr;
-  bool exact = false;  // a matrix that stays f32: a router's small differences decide
+  bool exact = false;   // a matrix that stays f32: a router's small differences decide
+  bool expert = false;  // a matrix that few tokens need: it may stay in the file
   // In the file.
   uint64_t bytes() const {
     const int64_t elements = std::max<int64_t>(rows, 1) * cols;
@@ -77,6 +78,7 @@ std::vector<Place> Places(const ModelSource& source, Weights& weights) {
       } else {
         part(own + ".weight", shared + ".weight", {experts, rows, cols}, e * rows, rows, to);
       }
+      places.back().expert = true;
       const Tensor* const tensor = FindChecked(source, shared + ".bias", {experts, rows}, architecture.expert_bias);
       if (tensor != nullptr) places.push_back({{own + ".bias", tensor, 0, rows, e * rows}, nullptr, &to_bias});
       return;
@@ -93,6 +95,7 @@ std::vector<Place> Places(const ModelSource& source, Weights& weights) {
                        false, false, step, across ? step * rows : 0},
                       &to,
                       nullptr});
+    places.back().expert = true;
     const Tensor* const tensor = FindChecked(source, whole + "_bias", {experts, step * rows}, architecture.expert_bias);
     if (tensor == nullptr) return;
     places.push_back({{own + ".bias", tensor, 0, rows, first, false, false, step}, nullptr, &to_bias});
@@ -195,8 +198,22 @@ WeightType PackedType(const Place& place, WeightsMode mode) {
   return place.exact ? WeightType::kF32 : PackedType(place.tensor->type, mode);
 }
 
-void LoadMatrix(const Place& place, const ModelConfig& config, WeightsMode mode, ThreadPool& threads) {
+// Whether the matrix is an expert's, and lies in the file as it is multiplied, row behind row.
+bool MayStayInFile(const Place& place, WeightsMode mode) {
+  if (!place.expert || place.across != 0 || place.row_step != 1 || place.turned_heads) return false;
+  const WeightType type = PackedType(place, mode);
+  return (type == WeightType::kF32 && place.tensor->type == TensorType::kF32) ||
+         (type == WeightType::kBf16 && place.tensor->type == TensorType::kBf16);
+}
+
+void LoadMatrix(const Place& place, const ModelConfig& config, WeightsMode mode, ThreadPool& threads, bool in_file) {
   Matrix& matrix = *place.matrix;
+  if (in_file) {
+    const uint64_t row_bytes = place.bytes() / static_cast<uint64_t>(place.rows);
+    matrix = Matrix::OfFile(PackedType(place, mode), static_cast<int32_t>(place.rows), static_cast<int32_t>(place.cols),
+                            place.tensor->data + static_cast<uint64_t>(place.first_row) * row_bytes);
+    return;
+  }
   matrix = Matrix(PackedType(place, mode), static_cast<int32_t>(place.rows), static_cast<int32_t>(place.cols));
   struct Job {
     const Place& place;
@@ -465,7 +482,7 @@ int64_t HuggingFaceRow(const ModelConfig& config, std::string_view name, int64_t
   return FileRow(tensor, own, row);
 }
 
-WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode) {
+WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode, bool experts_in_file) {
   Weights weights;
   WeightsPlan plan;
   std::set<std::string> types;
@@ -476,9 +493,16 @@ WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode) {
     }
     const WeightType type = PackedType(place, mode);
     types.insert(WeightTypeName(type));
+    if (MayStayInFile(place, mode)) {
+      plan.file_bytes += place.bytes();
+      if (experts_in_file) continue;
+    }
     plan.bytes += Matrix::Bytes(type, static_cast<int32_t>(place.rows), static_cast<int32_t>(place.cols));
   }
   plan.types = fmt::format("{}", fmt::join(types, ", "));
+  if (experts_in_file && plan.file_bytes > 0) {
+    plan.types += fmt::format("; experts stay in the file, {:.2f} GB", static_cast<double>(plan.file_bytes) / 1e9);
+  }
   if (const Adapter* const adapter = source.adapter()) {
     plan.adapter = SizesOf(*adapter, weights.layers.size());
     plan.bytes += AdapterBytes(*adapter, mode, weights.layers.size());
@@ -487,20 +511,22 @@ WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode) {
   return plan;
 }
 
-Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& threads, const LoadProgress& progress) {
+Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& threads, const LoadProgress& progress,
+                    bool experts_in_file) {
   Weights weights;
   const auto places = Places(source, weights);
   weights.activations = ChooseActivations(mode);
   uint64_t total = 0, done = 0;
   for (const Place& place : places) total += place.bytes();
   for (const Place& place : places) {
+    const bool in_file = experts_in_file && place.matrix != nullptr && MayStayInFile(place, mode);
     if (place.matrix != nullptr) {
-      LoadMatrix(place, source.config(), mode, threads);
+      LoadMatrix(place, source.config(), mode, threads, in_file);
     } else {
       *place.vector = UsedVector(place, source.config());
     }
     // What was repacked is not read again: without this, file and packed weights would both stay in memory.
-    source.Release(*place.tensor);
+    if (!in_file) source.Release(*place.tensor);
     done += place.bytes();
     if (!progress(static_cast<double>(done) / static_cast<double>(total))) return {};
   }

@@ -128,10 +128,13 @@ WeightType PackedType(TensorType file, WeightsMode mode);
 // Bytes that the packed weights will take, and the words for it ("int4, int8"); reads no data.
 struct WeightsPlan {
   uint64_t bytes = 0;
+  uint64_t file_bytes = 0;  // of experts that the file has as they are multiplied
   std::string types;
   AdapterSizes adapter;
 };
-WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode);
+// `experts_in_file`: experts that the file has as they are multiplied, f32 or bf16 row behind row, are not copied: the
+// system reads what a token needs of them, and may drop it again. One row of x then takes up to four times as long.
+WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode, bool experts_in_file = false);
 
 uint64_t AdapterBytes(const Adapter& adapter, WeightsMode mode, size_t num_layers);  // packed
 // Weights of which nothing is there but what this adapter adds.
@@ -139,10 +142,11 @@ Weights ReadAdapter(const Adapter& adapter, const ModelConfig& config, WeightsMo
 // What the adapter of `source` adds, in place of what another one added before; without one, nothing is added.
 void SetAdapter(const ModelSource& source, WeightsMode mode, Weights& weights);
 
-// Reads and packs everything. Throws phsa::Error for missing tensors and wrong shapes. `progress` gets the share done
-// and returns false to stop: then the result is empty.
+// Reads and packs everything; with `experts_in_file`, `source` must live as long. Throws phsa::Error for missing
+// tensors and wrong shapes. `progress` gets the share done and returns false to stop: then the result is empty.
 using LoadProgress = std::function<bool(double share)>;
-Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& threads, const LoadProgress& progress);
+Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& threads, const LoadProgress& progress,
+                    bool experts_in_file = false);
 
 }  // namespace phsa
 

@@ -24,6 +24,8 @@ constexpr int32_t kTasksPerThread = 6;
 // Bytes of weights times rows of x of the smallest task: some microseconds of work. Handing a task over costs a tenth
 // of one for each of the other threads, so small products have one task a thread.
 constexpr int64_t kLeastWork = 64 * 1024;
+// Panels of a matrix of a file that are interleaved at a time: as many as a tile takes of one row of x.
+constexpr int32_t kInterleaved = 4;
 
 const Product& ProductOf(WeightType weights, ActivationType activations) {
   const Product& product = ops::ActiveKernels().products[static_cast<int>(weights)][static_cast<int>(activations)];
@@ -57,6 +59,10 @@ int64_t ConvertedBytes(const Product& product, int32_t m, int32_t cols) {
   return product.convert == nullptr ? 0 : RoundUp(RowBytes(product, cols) * m, 64);
 }
 
+int64_t InterleavedBytes(WeightType weights, int32_t cols) {
+  return RoundUp(kInterleaved * ops::LayoutOf(weights, cols).bytes, 64);
+}
+
 struct Call {
   const float* x;
   int64_t x_stride;
@@ -68,6 +74,7 @@ struct Call {
   ops::PanelLayout layout;
   uint8_t* converted;  // alone: one copy per worker
   uint8_t* scratch;
+  uint8_t* interleaved;  // InterleavedBytes of each worker; null: no matrix is of a file
   bool alone;
   bool* done;  // alone: [worker], whether its copy is there
 
@@ -97,7 +104,6 @@ void Multiply(const Call& call, int32_t task, int32_t worker) {
   const int32_t first = index * call.panels_per_task * kPanelRows;
 
   ops::Share share = {};
-  share.panels = output->weights->panels() + int64_t{index} * call.panels_per_task * call.layout.bytes;
   share.layout = call.layout;
   share.factors = output->weights->factors() != nullptr ? output->weights->factors() + first : nullptr;
   share.bias = output->bias != nullptr ? output->bias + first : nullptr;
@@ -126,7 +132,21 @@ void Multiply(const Call& call, int32_t task, int32_t worker) {
     share.x_block_stride = call.block_bytes * call.m;
     share.x = x + row * share.x_row_stride;
   }
-  product.multiply(share);
+  const int32_t first_panel = index * call.panels_per_task;
+  if (!output->weights->of_file()) {
+    share.panels = output->weights->panels() + int64_t{first_panel} * call.layout.bytes;
+    return product.multiply(share);
+  }
+  const ops::Share all = share;
+  uint8_t* const panels = call.interleaved + InterleavedBytes(output->weights->type(), call.cols) * worker;
+  share.panels = panels;
+  for (int32_t done = 0; done < all.outputs; done += kInterleaved * kPanelRows) {
+    share.outputs = std::min(kInterleaved * kPanelRows, all.outputs - done);
+    share.bias = all.bias != nullptr ? all.bias + done : nullptr;
+    share.y = all.y + done;
+    output->weights->Interleave(first_panel + done / kPanelRows, (share.outputs + kPanelRows - 1) / kPanelRows, panels);
+    product.multiply(share);
+  }
 }
 
 void Run(const phsa_executor& executor, int32_t tasks, void (*fn)(void*, int32_t, int32_t), void* arg) {
@@ -139,16 +159,17 @@ void Run(const phsa_executor& executor, int32_t tasks, void (*fn)(void*, int32_t
 
 }  // namespace
 
-size_t LinearWorkspaceSize(WeightType weights, ActivationType activations, int32_t m, int32_t cols,
-                           int32_t num_threads) {
+size_t LinearWorkspaceSize(WeightType weights, ActivationType activations, int32_t m, int32_t cols, int32_t num_threads,
+                           bool of_file) {
   const Product& product = ProductOf(weights, activations);
   const int64_t threads = std::max(num_threads, 1);
   // A call with fewer rows than m may need a copy per thread.
   const int64_t alone = std::min<int64_t>(m, cols > 0 ? kConvertAlone / cols : m);
   const int64_t converted =
       std::max(ConvertedBytes(product, m, cols), ConvertedBytes(product, static_cast<int32_t>(alone), cols) * threads);
+  const int64_t interleaved = of_file ? InterleavedBytes(weights, cols) * threads : 0;
   return static_cast<size_t>(RoundUp(threads, 64) + RoundUp(static_cast<int64_t>(product.scratch_bytes), 64) * threads +
-                             converted);
+                             interleaved + converted);
 }
 
 void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
@@ -160,7 +181,9 @@ void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activati
   for (const LinearOutput& output : outputs) {
     PHSA_CHECK(output.weights->type() == weights.type() && output.weights->cols() == weights.cols());
   }
-  PHSA_CHECK(workspace_size >= LinearWorkspaceSize(weights.type(), activations, m, weights.cols(), threads));
+  const bool of_file =
+      std::any_of(outputs.begin(), outputs.end(), [](const LinearOutput& output) { return output.weights->of_file(); });
+  PHSA_CHECK(workspace_size >= LinearWorkspaceSize(weights.type(), activations, m, weights.cols(), threads, of_file));
   PHSA_CHECK(reinterpret_cast<uintptr_t>(workspace) % 64 == 0);
 
   Call call = {};
@@ -177,6 +200,10 @@ void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activati
   call.done = static_cast<bool*>(workspace);
   call.scratch = static_cast<uint8_t*>(workspace) + RoundUp(threads, 64);
   call.converted = call.scratch + RoundUp(static_cast<int64_t>(call.product->scratch_bytes), 64) * threads;
+  if (of_file) {
+    call.interleaved = call.converted;
+    call.converted += InterleavedBytes(weights.type(), call.cols) * threads;
+  }
   std::fill_n(call.done, threads, false);
 
   if (call.product->convert != nullptr && !call.alone) {

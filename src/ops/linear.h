@@ -48,6 +48,10 @@ class Matrix {
   Matrix& operator=(Matrix&&) = default;
   Matrix(WeightType type, int32_t rows, int32_t cols);  // zero; throws Error(PHSA_OUT_OF_MEMORY)
   static size_t Bytes(WeightType type, int32_t rows, int32_t cols);
+  // f32 or bf16 as a mapped file has them, [rows][cols] at any address: nothing is copied, and `data` must live as
+  // long. Products have the same bits; rows are interleaved while they are multiplied, so that one row of x takes
+  // longer.
+  static Matrix OfFile(WeightType type, int32_t rows, int32_t cols, const uint8_t* data);
 
   void SetRow(int32_t row, const float* values);  // [cols]; f32, bf16: rounded; int8: quantised. Not for int4, int6.
   void SetRowInt8(int32_t row, const int8_t* codes, const float* scales);                      // [cols], [groups]
@@ -59,8 +63,10 @@ class Matrix {
   int32_t rows() const { return rows_; }
   int32_t cols() const { return cols_; }
   size_t bytes() const;
-  const uint8_t* panels() const;  // how they lie: cpu/kernels.h
-  const float* factors() const;   // [rows], int8, int4 and int6
+  const uint8_t* panels() const;  // how they lie: cpu/kernels.h; not of a file
+  bool of_file() const { return file_ != nullptr; }
+  void Interleave(int32_t first_panel, int32_t count, uint8_t* panels) const;  // of a file
+  const float* factors() const;                                                // [rows], int8, int4 and int6
 
  private:
   uint8_t* PanelOf(int32_t row) const;
@@ -68,6 +74,7 @@ class Matrix {
   WeightType type_ = WeightType::kF32;
   int32_t rows_ = 0, cols_ = 0;
   std::shared_ptr<uint8_t> data_;  // small ones share a piece of memory
+  const uint8_t* file_ = nullptr;
 };
 
 // One product of a call: the calls of a layer that read the same x (q, k, v; gate, up) go together.
@@ -78,9 +85,10 @@ struct LinearOutput {
   int64_t y_stride = 0;
 };
 
-// Bytes of workspace, aligned to 64, that a call with up to m rows of x, `cols` columns and this many threads needs.
-size_t LinearWorkspaceSize(WeightType weights, ActivationType activations, int32_t m, int32_t cols,
-                           int32_t num_threads);
+// Bytes of workspace, aligned to 64, that a call with up to m rows of x, `cols` columns and this many threads needs;
+// `of_file`: with matrices of files.
+size_t LinearWorkspaceSize(WeightType weights, ActivationType activations, int32_t m, int32_t cols, int32_t num_threads,
+                           bool of_file = false);
 
 // x [m][cols], f32.
 void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activations,

@@ -58,6 +58,11 @@ uint32_t Load32(const uint8_t* at) {
   std::memcpy(&value, at, 4);
   return value;
 }
+uint32_t Load32From16(const uint8_t* bf16) {
+  uint16_t bits;
+  std::memcpy(&bits, bf16, 2);
+  return static_cast<uint32_t>(bits) << 16;
+}
 float LoadScale(const uint8_t* at) {
   uint16_t bits;
   std::memcpy(&bits, at, 2);
@@ -177,10 +182,62 @@ Matrix::Matrix(WeightType type, int32_t rows, int32_t cols) : type_(type), rows_
   }
 }
 
+Matrix Matrix::OfFile(WeightType type, int32_t rows, int32_t cols, const uint8_t* data) {
+  PHSA_CHECK((type == WeightType::kF32 || type == WeightType::kBf16) && rows >= 0 && cols >= 0 && data != nullptr);
+  Matrix matrix;
+  matrix.type_ = type;
+  matrix.rows_ = rows;
+  matrix.cols_ = cols;
+  matrix.file_ = data;
+  return matrix;
+}
+
+void Matrix::Interleave(int32_t first_panel, int32_t count, uint8_t* panels) const {
+  using Words = uint32_t __attribute__((vector_size(16)));
+  const int64_t row_bytes = int64_t{cols_} * (type_ == WeightType::kF32 ? 4 : 2), bytes = LayoutOf(type_, cols_).bytes;
+  const int64_t words = bytes / kWord, whole = row_bytes / 16 * 4;  // of a row here; those read four at a time
+  if (row_bytes < words * 4 || (first_panel + count) * kPanelRows > rows_) {
+    std::memset(panels, 0, static_cast<size_t>(bytes * count));  // what lies behind the last row and column
+  }
+  for (int32_t panel = 0; panel < count; ++panel, panels += bytes) {
+    const int32_t first = (first_panel + panel) * kPanelRows, rows = std::min(kPanelRows, rows_ - first);
+    const uint8_t* const from = file_ + first * row_bytes;
+    for (int32_t lane = 0; lane < rows; lane += 4) {
+      const int32_t lanes = std::min(4, rows - lane);
+      const uint8_t* row[4];
+      for (int32_t i = 0; i < 4; ++i) row[i] = from + (lane + std::min(i, lanes - 1)) * row_bytes;
+      uint8_t* at = panels + lane * 4;
+      for (int64_t word = 0; word < whole; word += 4, at += 4 * kWord) {
+        Words in[4];
+        for (int i = 0; i < 4; ++i) std::memcpy(&in[i], row[i] + word * 4, 16);
+        const Words low = __builtin_shufflevector(in[0], in[1], 0, 4, 1, 5),
+                    high = __builtin_shufflevector(in[0], in[1], 2, 6, 3, 7),
+                    other_low = __builtin_shufflevector(in[2], in[3], 0, 4, 1, 5),
+                    other_high = __builtin_shufflevector(in[2], in[3], 2, 6, 3, 7);
+        const Words out[4] = {__builtin_shufflevector(low, other_low, 0, 1, 4, 5),
+                              __builtin_shufflevector(low, other_low, 2, 3, 6, 7),
+                              __builtin_shufflevector(high, other_high, 0, 1, 4, 5),
+                              __builtin_shufflevector(high, other_high, 2, 3, 6, 7)};
+        if (lanes == 4) {  // a length that the compiler knows: one instruction each
+          for (int w = 0; w < 4; ++w) std::memcpy(at + w * kWord, &out[w], 16);
+        } else {
+          for (int w = 0; w < 4; ++w) std::memcpy(at + w * kWord, &out[w], static_cast<size_t>(lanes) * 4);
+        }
+      }
+      for (int64_t word = whole; word < words; ++word) {
+        const int64_t left = std::min<int64_t>(4, row_bytes - word * 4);
+        for (int32_t i = 0; i < lanes && left > 0; ++i) {
+          std::memcpy(panels + word * kWord + (lane + i) * 4, row[i] + word * 4, static_cast<size_t>(left));
+        }
+      }
+    }
+  }
+}
+
 size_t Matrix::bytes() const { return Bytes(type_, rows_, cols_); }
 
 uint8_t* Matrix::PanelOf(int32_t row) const {
-  PHSA_CHECK(row >= 0 && row < rows_);
+  PHSA_CHECK(row >= 0 && row < rows_ && file_ == nullptr);
   return data_.get() + FactorBytes(type_, rows_) + int64_t{row / kPanelRows} * LayoutOf(type_, cols_).bytes;
 }
 
@@ -276,6 +333,15 @@ void Matrix::SetRowInt6(int32_t row, const uint8_t* codes, const float* scales) 
 }
 
 void Matrix::GetRow(int32_t row, float* values) const {
+  if (file_ != nullptr) {
+    PHSA_CHECK(row >= 0 && row < rows_);
+    const bool f32 = type_ == WeightType::kF32;
+    const uint8_t* at = file_ + int64_t{row} * cols_ * (f32 ? 4 : 2);
+    for (int32_t c = 0; c < cols_; ++c, at += f32 ? 4 : 2) {
+      values[c] = f32 ? std::bit_cast<float>(Load32(at)) : std::bit_cast<float>(Load32From16(at));
+    }
+    return;
+  }
   const uint8_t* const panel = PanelOf(row);
   const int32_t lane = row % kPanelRows;
   const uint8_t* const words = panel + LayoutOf(type_, cols_).codes + lane * 4;

@@ -231,6 +231,21 @@ def test_16_bit_files_are_read(dtype, tmp_path):
     assert relative_error(our_logits(tmp_path, ids[0].tolist()), theirs) <= 1e-4
 
 
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen3moe-plain-layers"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_that_stay_in_the_file_have_the_bits_of_copied_ones(name, dtype, phsa, tmp_path, monkeypatch):
+    make_model(name, tmp_path, dtype)
+    weights = "bf16" if dtype == torch.bfloat16 else "f32"
+    ids = torch.randint(0, VOCAB, (120,), generator=torch.Generator().manual_seed(15)).tolist()
+    copied = our_logits(tmp_path, ids, weights, "f32")
+    monkeypatch.setenv("PHSA_EXPERTS_IN_FILE", "1")
+    for chunk in (120, 7, 1):
+        assert np.array_equal(our_logits(tmp_path, ids, weights, "f32", chunk), copied), chunk
+    plans = json.loads(phsa("info", tmp_path, "--json").stdout)["memory"]["weights"]
+    assert 0.15 * plans[weights]["bytes"] < plans[weights]["experts_in_file"] < plans[weights]["bytes"]
+    assert plans["int8"]["experts_in_file"] == 0
+
+
 @pytest.mark.parametrize("weights, bound", [("bf16", 0.05), ("int8", 0.15), ("auto", 0.05)])
 def test_packed_weights_stay_close(weights, bound, tmp_path):
     model = make_model("llama", tmp_path)

@@ -65,7 +65,8 @@ BufferSizes SizesOf(const ModelConfig& config, int32_t kv_dtype, int32_t max_row
     for (const ActivationType activations : {ActivationType::kF32, ActivationType::kBf16, ActivationType::kInt8}) {
       if (!HasProduct(weights, activations)) continue;
       for (const int32_t cols : columns) {
-        linear = std::max(linear, LinearWorkspaceSize(weights, activations, max_rows, cols, num_threads));
+        const bool of_file = config.num_experts > 0 && (cols == config.hidden || cols == config.expert_width);
+        linear = std::max(linear, LinearWorkspaceSize(weights, activations, max_rows, cols, num_threads, of_file));
       }
     }
   }
@@ -631,7 +632,7 @@ void CpuModelBackend::Logits(const std::function<void(size_t wanted, const Logit
 }  // namespace
 
 BackendSizes CpuBackendSizes(const ModelSource& source, const BackendOptions& options, int32_t num_threads) {
-  const WeightsPlan weights = PlanWeights(source, options.weights);
+  const WeightsPlan weights = PlanWeights(source, options.weights, options.experts_in_file);
   const BufferSizes s = SizesOf(source.config(), options.kv_dtype, options.max_rows, weights.adapter, num_threads);
   BackendSizes sizes;
   sizes.weights = weights.bytes;
@@ -645,10 +646,11 @@ BackendSizes CpuBackendSizes(const ModelSource& source, const BackendOptions& op
 std::unique_ptr<ModelBackend> MakeCpuBackend(const ModelSource& source, const BackendOptions& options,
                                              ThreadPool& threads, const LoadProgress& progress) {
   bool stopped = false;
-  Weights weights = LoadWeights(source, options.weights, threads, [&](double share) {
+  const auto go_on = [&](double share) {
     stopped = !progress(share);
     return !stopped;
-  });
+  };
+  Weights weights = LoadWeights(source, options.weights, threads, go_on, options.experts_in_file);
   if (stopped) return nullptr;
   return std::make_unique<CpuModelBackend>(source.config(), std::move(weights), options, threads);
 }
