@@ -61,8 +61,8 @@ def main():
             axis.spines[["top", "right"]].set_visible(False)
             axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(6))
             axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k")
-            axis.set_xlabel("tokens read" if test == "pp" else "tokens in the cache", fontsize=9)
-            what = "reading" if test == "pp" else "writing"
+            axis.set_xlabel("tokens of the prompt" if test == "pp" else "tokens in the cache", fontsize=9)
+            what = "prefill" if test == "pp" else "decode"
             axis.set_title(f"{model}, {weights} weights: {what}, tokens/s", fontsize=8)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=len(labels), fontsize=9, frameon=False)

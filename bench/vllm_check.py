@@ -8,6 +8,9 @@ platform. Each mode starts vLLM once, in a process of its own:
   all      the plugin with a K that takes every block
   sparse   the plugin with the settings that the model carries, without prefix caching
   cached   the same with prefix caching, all prompts asked twice
+and, with --tiny, dense and all as above, and sparse settings with a lambda for each KV head in
+  one      one process
+  two      two that share the heads (tensor parallelism)
 Prompts are longer than what a step reads, so that they go in chunks, beside others that decode already. Two of them
 share most of their text. A text that differs is a near-tie where the two likeliest tokens at the first difference
 are closer than --tie in log-probability in vLLM.
@@ -27,6 +30,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 MODES = ("dense", "all", "sparse", "cached")
+TINY_MODES = ("dense", "all", "one", "two")
+# A lambda for each KV head: two processes have one each.
+TINY_SETTINGS = '{"top_k": 4, "init_tokens": 16, "local_tokens": 32, "lambda": [0.1, 0.9]}'
 
 
 def prompts(characters: int) -> list[str]:
@@ -48,6 +54,8 @@ def serve(args: argparse.Namespace) -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing runs often enough here to be worth compiling
     if args.mode == "all":
         os.environ["PHSA_SETTINGS"] = '{"top_k": 65536}'
+    if args.mode in ("one", "two"):
+        os.environ["PHSA_SETTINGS"] = TINY_SETTINGS
     import vllm
 
     sparse = {} if args.mode == "dense" else {"attention_backend": "CUSTOM"}
@@ -60,6 +68,7 @@ def serve(args: argparse.Namespace) -> None:
         max_num_batched_tokens=512,
         max_num_seqs=4,
         enable_prefix_caching=args.mode == "cached",
+        tensor_parallel_size=2 if args.mode == "two" else 1,
         **sparse,
     )
     sampling = vllm.SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, logprobs=2)
@@ -73,6 +82,7 @@ def serve(args: argparse.Namespace) -> None:
                     "prompt_tokens": len(one.prompt_token_ids),
                     "cached_tokens": one.num_cached_tokens,
                     "text": one.outputs[0].text,
+                    "logprob": one.outputs[0].cumulative_logprob,
                     "ids": list(one.outputs[0].token_ids),
                     "gaps": [
                         (lambda best: best[0] - best[1])(sorted((v.logprob for v in at.values()), reverse=True))
@@ -168,7 +178,7 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=1024, help="MiB of the KV cache")
     parser.add_argument("--tiny", action="store_true", help="a tiny model with windows and the tokenizer of --model")
     parser.add_argument("--tie", type=float, default=0.02)
-    parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument("--mode", choices=(*MODES, *TINY_MODES), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.mode:
         serve(args)
@@ -180,13 +190,19 @@ def main() -> None:
         args.model = str(folder)
         name = "four layers, two of them with windows of 64 tokens"
     print(f"{name}, {args.dtype}, {args.tokens} tokens, on {platform.machine()} ({os.cpu_count()} cores)")
-    results = {mode: run_mode(mode, args) for mode in (MODES[:2] if args.tiny else MODES)}
+    results = {mode: run_mode(mode, args) for mode in (TINY_MODES if args.tiny else MODES)}
     dense = results["dense"]["texts"][0]
     lengths = ", ".join(str(one["prompt_tokens"]) for one in dense)
     print(f"vLLM {results['dense']['version']}; prompts of {lengths} tokens")
     wanted = [one["text"] for one in dense]
     good = [compare("all, against vLLM's dense", results["all"]["texts"][0], wanted, args.tie)]
-    if not args.tiny:
+    if args.tiny:
+        one, two = ([text["logprob"] for text in results[mode]["texts"][0]] for mode in ("one", "two"))
+        apart = max(abs(a - b) for a, b in zip(one, two, strict=True))
+        changed = max(abs(a - text["logprob"]) for a, text in zip(one, dense, strict=True))
+        print(f"two processes, against one: texts' log-probabilities differ by {apart:.1e}; dense: {changed:.1e}")
+        good.append(apart < 1e-3 * max(map(abs, one)))
+    else:
         sparse = results["sparse"]["texts"][0]
         alone = [one["text"] for one in sparse]
         first, again = results["cached"]["texts"]

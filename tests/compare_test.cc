@@ -113,7 +113,7 @@ TEST(Speed, OnePassMeasuresAllLengthsAndCountsWhatWasRead) {
   const ModelConfig& config = engine->config();
   SpeedMeter meter(*engine, {});
   const std::vector<int32_t> lengths = {100, 300};
-  const std::vector<SpeedRow> rows = meter.Read(64, lengths, 3);
+  const std::vector<SpeedRow> rows = meter.Prefill(64, lengths, 3);
   ASSERT_EQ(rows.size(), 2u);
   const auto reads = [&](int32_t tokens) {
     return CountAttentionFlops({SmallSettings(Policy::kPhsa, 2), {}}, config, tokens).attention / (4 * config.head_dim);
@@ -125,7 +125,7 @@ TEST(Speed, OnePassMeasuresAllLengthsAndCountsWhatWasRead) {
     EXPECT_GE(row.mean(), row.slowest());
   }
   for (size_t i = 0; i < 3; ++i) EXPECT_LT(rows[0].seconds[i], rows[1].seconds[i]);
-  const SpeedRow written = meter.Write(300, 5, 2);
+  const SpeedRow written = meter.Decode(300, 5, 2);
   EXPECT_EQ(written.seconds.size(), 2u);
   EXPECT_EQ(static_cast<double>(written.tokens_read.read), 2 * (reads(305) - reads(300)));
   const nlohmann::ordered_json json = SpeedToJson(written);
@@ -141,11 +141,11 @@ TEST(Speed, AStoppedMeasurementKeepsWholeRunsOnly) {
   callbacks.stop = [&] { return ++steps > 4; };  // one step to prepare, then 64, 128, and not 256
   SpeedMeter meter(*engine, callbacks);
   const std::vector<int32_t> lengths = {64, 128, 256};
-  const std::vector<SpeedRow> rows = meter.Read(0, lengths, 2);
+  const std::vector<SpeedRow> rows = meter.Prefill(0, lengths, 2);
   ASSERT_EQ(rows.size(), 2u);
   EXPECT_EQ(rows[0].seconds.size(), 1u);
   EXPECT_EQ(rows[1].tokens, 128);
-  EXPECT_TRUE(meter.Write(0, 4, 1).seconds.empty());
+  EXPECT_TRUE(meter.Decode(0, 4, 1).seconds.empty());
 }
 
 TEST(Speed, LogitsThatAreNotFiniteAreRefused) {
@@ -154,7 +154,7 @@ TEST(Speed, LogitsThatAreNotFiniteAreRefused) {
   std::memcpy(const_cast<uint8_t*>(model->Find("model.norm.weight")->data), &infinite, sizeof(infinite));
   const std::unique_ptr<Engine> engine = MakeEngine(std::move(model));
   SpeedMeter meter(*engine, {});
-  EXPECT_TRUE(Contains(Refusal([&] { meter.Write(0, 2, 1); }), "not all finite"));
+  EXPECT_TRUE(Contains(Refusal([&] { meter.Decode(0, 2, 1); }), "not all finite"));
 }
 
 // Plots
@@ -387,11 +387,11 @@ CompareResult Example() {
   answers.results[1][0].text = "Nobody.";
   CompareSpeed& speed = result.speed.emplace();
   speed.repeats = 2;
-  speed.write_tokens = 8;
-  speed.rows = {{Row(SpeedTest::kRead, 1024, 0, {1.0, 1.1}), Row(SpeedTest::kRead, 4096, 0, {8.0, 8.2}),
-                 Row(SpeedTest::kWrite, 8, 4096, {1.0, 1.2})},
-                {Row(SpeedTest::kRead, 1024, 0, {1.0, 1.1}), Row(SpeedTest::kRead, 4096, 0, {4.0, 4.4}),
-                 Row(SpeedTest::kWrite, 8, 4096, {0.9, 1.1})}};
+  speed.decode_tokens = 8;
+  speed.rows = {{Row(SpeedTest::kPrefill, 1024, 0, {1.0, 1.1}), Row(SpeedTest::kPrefill, 4096, 0, {8.0, 8.2}),
+                 Row(SpeedTest::kDecode, 8, 4096, {1.0, 1.2})},
+                {Row(SpeedTest::kPrefill, 1024, 0, {1.0, 1.1}), Row(SpeedTest::kPrefill, 4096, 0, {4.0, 4.4}),
+                 Row(SpeedTest::kDecode, 8, 4096, {0.9, 1.1})}};
   CompareNiah& niah = result.niah.emplace();
   niah.samples = 10;
   for (int32_t sample = 0; sample < 10; ++sample) {
@@ -428,9 +428,10 @@ std::string AllFindings(const CompareResult& result) {
 
 TEST(CompareReport, SaysWhatTheNumbersSay) {
   const std::string text = AllFindings(Example());
-  EXPECT_TRUE(Contains(text, "reading 4,096 tokens: 2.00 times as fast as dense (1,024 against 512 tokens/s)")) << text;
+  EXPECT_TRUE(Contains(text, "prefill of 4,096 tokens: 2.00 times as fast as dense (1,024 against 512 tokens/s)"))
+      << text;
   EXPECT_TRUE(
-      Contains(text, "writing after 4,096: 2 runs overlap with dense's and do not tell (9 against 8 tokens/s at best)"))
+      Contains(text, "decode after 4,096: 2 runs overlap with dense's and do not tell (9 against 8 tokens/s at best)"))
       << text;
   EXPECT_TRUE(Contains(text, "PHSA K=2 found 10 %, dense 100 %: fewer, beyond chance")) << text;
   EXPECT_TRUE(Contains(text, "8.17 against 7.39 with dense attention, +10.5 %")) << text;
@@ -628,7 +629,7 @@ ComparePlan SmallPlan() {
   plan.speed.emplace();
   plan.speed->lengths = {128, 320};
   plan.speed->depths = {0, 300};
-  plan.speed->write_tokens = 3;
+  plan.speed->decode_tokens = 3;
   plan.text.emplace();
   plan.text->name = "random tokens";
   plan.text->tokens = Tokens(300);

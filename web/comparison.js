@@ -10,7 +10,7 @@ const speed = value => value > 0 ? number(Math.round(value * (value < 10 ? 10 : 
 const times = value => Number.isFinite(value) && value > 0 ? value.toFixed(value < 10 ? 1 : 0) + "×" : "–";
 export const seconds = value => value < 10 ? value.toFixed(2) : value.toFixed(1);
 
-const KINDS = [["prefill", "prompt_tokens_per_s"], ["decode", "decode_tokens_per_s"]];
+const KINDS = [["prefill", "prefill_tokens_per_s"], ["decode", "decode_tokens_per_s"]];
 const isLike = (row, other) => row.turn === other.turn && row.model === other.model;
 const denseOf = row => rows.find(one => isLike(one, row) && one.measured.attention === "dense");
 // The speed of a prefill says little where most of the prompt was in the cache.
@@ -30,7 +30,7 @@ function makeRow(row) {
   const element = make("tr"), name = make("td", "", attentionName(measured.attention));
   if (rows.some(one => one.model !== row.model)) name.append(make("small", "model", row.model));
   element.append(name, make("td", "", measured.top_k ?? "–"), prompt,
-    make("td", "", seconds(measured.time_to_first_token_s)), make("td", "", speed(measured.prompt_tokens_per_s)),
+    make("td", "", seconds(measured.time_to_first_token_s)), make("td", "", speed(measured.prefill_tokens_per_s)),
     make("td", "", speed(measured.decode_tokens_per_s)), against, make("td", "", percent(measured.read_share)));
   return element;
 }
@@ -79,7 +79,7 @@ export function addMeasured(turn, { model, measured, usage }) {
 export function measuredLine(measured) {
   return [
     "first token " + seconds(measured.time_to_first_token_s) + " s",
-    "prefill " + speed(measured.prompt_tokens_per_s) + " tokens/s",
+    "prefill " + speed(measured.prefill_tokens_per_s) + " tokens/s",
     "decode " + speed(measured.decode_tokens_per_s) + " tokens/s",
     percent(measured.read_share) + " read",
   ].join(" · ");

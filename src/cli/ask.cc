@@ -144,7 +144,7 @@ void Ask(const AskFlags& flags) {
   const auto start = std::chrono::steady_clock::now();
   const auto seconds = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
   const int32_t cached = flags.no_cache ? 0 : cache.Restore(*engine, session, read_once);
-  ProgressBar bar("reading");
+  ProgressBar bar("prefill");
   GenerateCallbacks callbacks = PrefillCallbacks(bar);
   if (!flags.no_cache && cached < located.end) {
     // Kept as soon as it is read, and what was read of it where Ctrl-C comes first.
@@ -223,7 +223,7 @@ void AddAskCommand(CLI::App& app) {
   command->add_option("--chat-template", flags->chat_template,
                       "the chat template by name, where the model's is unknown");
   command->add_option("--cache-dir", flags->cache_folder,
-                      "the folder that keeps what was read of documents (documents in the program's cache)");
+                      "the folder that keeps the KV cache of documents (documents in the program's cache)");
   command->add_option("--cache-size", flags->cache_gigabytes, "GiB that the folder may take; what is oldest goes first")
       ->check(CLI::Range(0.0, 1e6));
   command->add_flag("--no-cache", flags->no_cache, "nothing is taken from the folder, and nothing kept");

@@ -1,4 +1,4 @@
-// `phsa bench`: speed of reading (pp) and writing (tg), at several lengths and depths.
+// `phsa bench`: speed of prefill (pp) and decode (tg), at several lengths and depths.
 #include <algorithm>
 
 #include "attention/policies.h"
@@ -123,14 +123,14 @@ void RunBench(const BenchFlags& flags) {
     for (const int32_t depth : depths) {
       for (const int32_t tokens : prompts) {
         if (tokens == 0) continue;
-        const std::vector<SpeedRow> rows = meter.Read(depth, {&tokens, 1}, flags.repeats);
+        const std::vector<SpeedRow> rows = meter.Prefill(depth, {&tokens, 1}, flags.repeats);
         ThrowIfInterrupted();
         Print(flags, *engine, rows.front());
       }
       for (const int32_t tokens : generates) {
         for (const int32_t batch : flags.batches) {
           if (tokens == 0) continue;
-          const SpeedRow row = meter.Write(depth, tokens, flags.repeats, batch);
+          const SpeedRow row = meter.Decode(depth, tokens, flags.repeats, batch);
           ThrowIfInterrupted();
           Print(flags, *engine, row);
         }
@@ -142,23 +142,22 @@ void RunBench(const BenchFlags& flags) {
 }  // namespace
 
 void AddBenchCommand(CLI::App& app) {
-  CLI::App* const command = app.add_subcommand("bench", "speed of reading (pp) and writing (tg) at lengths and depths");
+  CLI::App* const command = app.add_subcommand("bench", "speed of prefill (pp) and decode (tg) at lengths and depths");
   auto flags = std::make_shared<BenchFlags>();
   AddModelFlags(*command, flags->model);
-  command->add_option("-p,--n-prompt", flags->prompts, "tokens to read: 512,8k; 0: none")->delimiter(',');
-  command->add_option("-n,--n-gen", flags->generates, "tokens to write: 32; 0: none")->delimiter(',');
+  command->add_option("-p,--n-prompt", flags->prompts, "tokens of a prefill: 512,8k; 0: none")->delimiter(',');
+  command->add_option("-n,--n-gen", flags->generates, "tokens to decode: 32; 0: none")->delimiter(',');
   command->add_option("-d,--n-depth", flags->depths, "tokens that are in the cache before: 0,8000")->delimiter(',');
-  command->add_option("-b,--batch", flags->batches, "texts that are written at once: 1,16; reading is one text's")
+  command->add_option("-b,--batch", flags->batches, "texts that are decoded at once: 1,16; prefill is one text's")
       ->delimiter(',')
       ->check(CLI::Range(1, kMaxBatch));
   command->add_option("-f,--file", flags->text,
-                      "a text to read, again and again where it is too short; without: random tokens");
+                      "a text to prefill, again and again where it is too short; without: random tokens");
   command->add_option("-r,--repetitions", flags->repeats, "how often each is measured")->check(CLI::Range(1, 1000));
   command->add_flag("--json", flags->json, "JSON lines instead of a markdown table");
-  command->add_flag(
-      "--profile", flags->profile,
-      "the shares of products, selection, attention (writing on a GPU: both in one) and the rest; takes a "
-      "little longer");
+  command->add_flag("--profile", flags->profile,
+                    "the shares of products, selection, attention (decode on a GPU: both in one) and the rest; takes a "
+                    "little longer");
   AddAttentionFlags(*command, flags->attention);
   command->callback([flags] { RunBench(*flags); });
 }

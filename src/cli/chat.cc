@@ -412,7 +412,7 @@ bool Chat::Generate(const std::vector<ChatMessage>& messages) {
     RestorePromptCache(flags_.prompt_cache, *session_, prompt);
   }
   options_.sampler = ResolveSampling(sampling_, engine_->config());  // without a seed it is another one each time
-  ProgressBar bar("reading");
+  ProgressBar bar("prefill");
   GenerateCallbacks callbacks = PrefillCallbacks(bar);
   callbacks.text = [&](std::string_view part) {
     bar.Clear();
@@ -423,7 +423,7 @@ bool Chat::Generate(const std::vector<ChatMessage>& messages) {
   WriteOut("\n");
   const auto generated = static_cast<double>(result.tokens.size());
   Note(
-      "[{} prompt tokens, {} read before, first token after {}; {} tokens at {:.1f}/s; {:.0f} % of the "
+      "[{} prompt tokens, {} of them cached, first token after {}; {} tokens at {:.1f}/s; {:.0f} % of the "
       "tokens read; {}]",
       result.prompt_tokens, result.reused_tokens, DurationInWords(result.prefill_seconds), result.tokens.size(),
       result.decode_seconds > 0 && generated > 1 ? (generated - 1) / result.decode_seconds : 0.0,

@@ -40,7 +40,7 @@ struct CompareFlags {
   std::vector<std::string> tasks = {"single_2"};
   std::string out = "report", file, text_tokens, haystack;
   std::optional<int32_t> repeats, samples;
-  int32_t write_tokens = 32, answer_tokens = 48;
+  int32_t decode_tokens = 32, answer_tokens = 48;
   uint64_t seed = 1;
   bool quick = false, json = false;
 
@@ -170,18 +170,18 @@ std::vector<NamedAttention> Policies(const AttentionFlags& flags, const ModelCon
 CompareSpeedPlan SpeedPlan(const CompareFlags& flags, int32_t context) {
   CompareSpeedPlan speed;
   speed.repeats = flags.repeats.value_or(flags.quick ? 1 : 2);
-  speed.write_tokens = flags.write_tokens;
-  if (flags.write_tokens >= context) {
-    ThrowInvalid("compare: -n is {}; the model's context is {} tokens", flags.write_tokens, context);
+  speed.decode_tokens = flags.decode_tokens;
+  if (flags.decode_tokens >= context) {
+    ThrowInvalid("compare: -n is {}; the model's context is {} tokens", flags.decode_tokens, context);
   }
-  const int32_t most = context - flags.write_tokens;
+  const int32_t most = context - flags.decode_tokens;
   const std::vector<int32_t> usual = flags.quick ? std::vector{1024, 2048, 4096} : std::vector{1024, 2048, 4096, 8192};
   speed.lengths = flags.lengths.empty()
                       ? Fitting(usual, context)
                       : TokenCounts(flags.lengths, "compare: --lengths", 1, context, "the model's context");
   speed.depths = flags.depths.empty() ? Fitting(usual, most)
                                       : TokenCounts(flags.depths, "compare: --depths", 0, most,
-                                                    "the model's context less what is written (-n)");
+                                                    "the model's context less what is decoded (-n)");
   if (flags.depths.empty()) speed.depths.insert(speed.depths.begin(), 0);
   return speed;
 }
@@ -353,13 +353,13 @@ void AddCompareCommand(CLI::App& app) {
   command->add_flag("--quick", flags->quick, "half the sizes and fewer runs, where no flag says otherwise");
   command->add_flag("--json", flags->json, "print report.json instead of a table");
   const std::string sizes = "Sizes";
-  command->add_option("--lengths", flags->lengths, "speed: tokens to read (1k,2k,4k,8k, as far as the model goes)")
+  command->add_option("--lengths", flags->lengths, "speed: tokens of a prefill (1k,2k,4k,8k, as far as the model goes)")
       ->delimiter(',')
       ->group(sizes);
-  command->add_option("-d,--depths", flags->depths, "speed: tokens in the cache when writing (0,1k,2k,4k,8k)")
+  command->add_option("-d,--depths", flags->depths, "speed: tokens in the cache when decoding (0,1k,2k,4k,8k)")
       ->delimiter(',')
       ->group(sizes);
-  command->add_option("-n,--n-gen", flags->write_tokens, "speed: tokens to write")
+  command->add_option("-n,--n-gen", flags->decode_tokens, "speed: tokens to decode")
       ->check(CLI::Range(1, 100000))
       ->group(sizes);
   command->add_option("-r,--repetitions", flags->repeats, "speed: how often each is measured (2)")

@@ -72,7 +72,7 @@ void RunInspect(const InspectFlags& flags) {
   const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, attention);
   LoadEngine(*engine);
 
-  ProgressBar bar("reading");
+  ProgressBar bar("prefill");
   const Inspection inspection = Inspect(*engine, prompt, flags.last, options, PrefillCallbacks(bar));
   bar.Clear();
   ThrowIfInterrupted();

@@ -179,7 +179,7 @@ std::optional<Haystack> OpenHaystack(const NiahFlags& flags, bool essay, NiahPro
 
 void Run(const NiahFlags& flags) {
   if (!flags.export_file.empty() && Scoring(flags) == NiahScoring::kReferences) {
-    ThrowInvalid("niah: --export is for answers that are read, not written; add --forced or --strict");
+    ThrowInvalid("niah: --export is for answers that are prefilled, not decoded; add --forced or --strict");
   }
   NiahPlan plan;
   plan.tasks = Tasks(flags);
@@ -273,7 +273,7 @@ void AddNiahCommand(CLI::App& app) {
       ->delimiter(',');
   command->add_option("--lengths", flags->lengths, "tokens of a sample, prompt and answer: 4k,8k")->delimiter(',');
   command->add_option("--samples", flags->samples, "samples of each task and length")->check(CLI::Range(1, 1000000));
-  command->add_option("--batch", flags->batch, "samples that are read together; 0: as many as --chunk holds")
+  command->add_option("--batch", flags->batch, "samples that are prefilled together; 0: as many as --chunk holds")
       ->check(CLI::Range(0, 1024));
   command->add_option("--seed", flags->seed, "other seeds, other samples");
   command->add_option("--depths", flags->depths, "where the needle lies, in percent: 0,25,50,75,100; none: drawn")

@@ -43,7 +43,7 @@ void AddRunFlags(CLI::App& command, ModelFlags& flags) {
       ->check(CLI::IsMember({"auto", "f32", "bf16", "int8"}));
   command.add_option("--kv-type", flags.kv_type, "type of the KV cache: auto, f32, f16, bf16, int8")
       ->check(CLI::IsMember({"auto", "f32", "f16", "bf16", "int8"}));
-  command.add_option("--chunk", flags.chunk, "tokens of the prompt that are read in one step; 0: 512, on a GPU 8192");
+  command.add_option("--chunk", flags.chunk, "tokens of a prefill step; 0: 512, on a GPU 8192");
 }
 
 void AddAdapterFlag(CLI::App& command, std::string& folder) {
@@ -265,8 +265,8 @@ void LoadEngine(Engine& engine) {
 void HintAtPhsa(const AttentionFlags& flags, const LayerSettings& chosen, size_t prompt_tokens) {
   if (flags.policies.front() != "auto" || !IsDense(chosen.base) || prompt_tokens <= kCrossover) return;
   Note(
-      "attention: dense, as the model carries no settings for PHSA; --attention phsa reads long texts sooner, "
-      "and an untrained model's answer may change");
+      "attention: dense, as the model carries no settings for PHSA; --attention phsa has a faster prefill of long "
+      "texts, and an untrained model's answer may change");
 }
 
 void WarnPastTested(const ModelConfig& config, size_t tokens) {
@@ -279,7 +279,7 @@ void WarnPastTested(const ModelConfig& config, size_t tokens) {
 
 void AddPromptCacheFlags(CLI::App& command, PromptCacheFlags& flags) {
   command.add_option("--prompt-cache", flags.file,
-                     "a file that keeps what was read, so that the next run with the same text need not read it again");
+                     "a file that keeps the KV cache, so that the next run with the same text needs no prefill of it");
   command.add_flag("--prompt-cache-ro", flags.read_only, "the file is read, but not written");
 }
 

@@ -116,7 +116,7 @@ void RunPerplexity(const PerplexityFlags& flags) {
     std::optional<RecallMeter> recall;
     if (flags.recall) recall.emplace(engine->config(), engine->cache().layout().kv_type);
     RecallMeter* const meter = recall ? &*recall : nullptr;
-    ProgressBar bar("reading");
+    ProgressBar bar("prefill");
     const PerplexityResult result = Perplexity(*engine, tokens, PrefillCallbacks(bar), meter);
     bar.Clear();
     ThrowIfInterrupted();

@@ -41,7 +41,7 @@ void Run(const RunFlags& flags) {
 
   Session session(*engine);
   RestorePromptCache(flags.prompt_cache, session, prompt);
-  ProgressBar bar("reading");
+  ProgressBar bar("prefill");
   GenerateCallbacks callbacks = PrefillCallbacks(bar);
   callbacks.text = [&](std::string_view text) {
     bar.Clear();
@@ -80,7 +80,7 @@ void Run(const RunFlags& flags) {
   } else if (unread) {
     Note("{} of {} prompt tokens{} at {:.0f}/s in {}; {}; {:.0f} % of the tokens read; peak memory {}", prefilled,
          result.prompt_tokens,
-         result.reused_tokens > 0 ? fmt::format(", {} of them read before,", result.reused_tokens) : "", prefill_speed,
+         result.reused_tokens > 0 ? fmt::format(", {} of them cached,", result.reused_tokens) : "", prefill_speed,
          DurationInWords(result.prefill_seconds), Name(result.reason), 100 * result.tokens_read.share(),
          BytesInWords(PeakMemoryBytes()));
   } else {
@@ -88,9 +88,8 @@ void Run(const RunFlags& flags) {
     Note(
         "{} prompt tokens{} at {:.0f}/s, first token after {}; {} tokens at {:.1f}/s{}; {}; {:.0f} % of the tokens "
         "read; peak memory {}",
-        result.prompt_tokens,
-        result.reused_tokens > 0 ? fmt::format(", {} of them read before,", result.reused_tokens) : "", prefill_speed,
-        DurationInWords(result.prefill_seconds), result.tokens.size(), decode_speed,
+        result.prompt_tokens, result.reused_tokens > 0 ? fmt::format(", {} of them cached,", result.reused_tokens) : "",
+        prefill_speed, DurationInWords(result.prefill_seconds), result.tokens.size(), decode_speed,
         options.speculation == Speculation::kNone
             ? ""
             : fmt::format(", {} of {} drafted ones right", result.accepted_tokens, result.drafted_tokens),

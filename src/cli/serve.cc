@@ -320,7 +320,7 @@ void AddServeCommand(CLI::App& app) {
       ->capture_default_str();
   AddSpeculateFlag(*command, flags->speculate);
   const std::string limits = "Limits";
-  command->add_option("--parallel", flags->worker.max_running, "answers that are written at the same time")
+  command->add_option("--parallel", flags->worker.max_running, "answers that are decoded at the same time")
       ->check(CLI::Range(1, 1024))
       ->capture_default_str()
       ->group(limits);
@@ -334,8 +334,8 @@ void AddServeCommand(CLI::App& app) {
       ->group(limits);
   command
       ->add_option("--cache-dir", flags->cache_folder,
-                   "a folder that keeps what was read of long texts (1,024 tokens and more), so that it is not read "
-                   "again after a restart")
+                   "a folder that keeps the KV cache of long texts (1,024 tokens and more), so that they need no "
+                   "prefill after a restart")
       ->group(limits);
   command->add_option("--cache-size", flags->cache_gigabytes, "GiB that the folder may take; what is oldest goes first")
       ->check(CLI::Range(0.0, 1e6))

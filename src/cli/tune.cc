@@ -214,7 +214,7 @@ void AddTuneCommand(CLI::App& app) {
       ->delimiter(',');
   command->add_option("--samples", flags->samples, "samples of each task for the best settings; the others have fewer")
       ->check(CLI::Range(2, 100000));
-  command->add_option("--batch", flags->batch, "samples that are read together; 0: as many as --chunk holds")
+  command->add_option("--batch", flags->batch, "samples that are prefilled together; 0: as many as --chunk holds")
       ->check(CLI::Range(0, 1024));
   command->add_option("--seed", flags->seed, "of the samples: not one whose results are reported");
   command->add_option("--haystack", flags->haystack, "a text file to hide needles in; none: one inside the program");

@@ -96,10 +96,10 @@ Answer::Answer(const Engine& engine, const GenerateOptions& options, std::functi
   }
 }
 
-void Answer::Choose(const LogitsRow& logits, std::span<const int32_t> read) {
+void Answer::Choose(const LogitsRow& logits, std::span<const int32_t> text) {
   // Models pad their vocabulary: ids that the tokenizer does not have cannot be text.
   const int32_t known = std::min(engine_.config().vocab_size, engine_.tokenizer().vocab_size());
-  next_ = sampler_.Next(logits, known, read, result_.tokens, grammar_.get());
+  next_ = sampler_.Next(logits, known, text, result_.tokens, grammar_.get());
   if (options_.log_probabilities) next_log_probability_ = LogProbability(logits, next_);
 }
 

@@ -1,4 +1,4 @@
-// One answer as it grows, token by token: sampling, text, and what ends it. Session and Scheduler read the tokens.
+// One answer as it grows, token by token: sampling, text, and what ends it. Session and Scheduler run the decoder.
 #ifndef PHSA_ENGINE_ANSWER_H_
 #define PHSA_ENGINE_ANSWER_H_
 
@@ -38,13 +38,13 @@ struct GenerateOptions {
   bool ignore_eos = false;
   bool stop_loops = false;                   // end an answer that only repeats itself (RepetitionWatch)
   std::optional<int32_t> log_probabilities;  // of the answer's tokens, with this many of the likeliest ones
-  bool prompt_log_probabilities = false;     // and of the prompt's, from the second on: all of it is read
+  bool prompt_log_probabilities = false;     // and of the prompt's, from the second on: all of it is prefilled
   // What the text must be; none: anything. It ends when it is whole; what else ends an answer may cut it short.
   std::shared_ptr<const Grammar> grammar = nullptr;
   Speculation speculation = Speculation::kNone;  // on the CPU only
 };
 
-// Refuses --speculate on a device whose results depend on how many tokens a step reads.
+// Refuses speculation on a device whose results depend on how many tokens a step has.
 void CheckSpeculation(const Engine& engine, Speculation speculation);
 
 enum class StopReason : uint8_t { kEndOfText, kStopString, kStopToken, kMaxTokens, kContextFull, kInterrupted, kLoop };
@@ -73,13 +73,13 @@ class Answer {
   Answer(const Engine& engine, const GenerateOptions& options, std::function<void(std::string_view)> text);
   ~Answer();
 
-  // Chooses the next token. logits: of the last token that was read; `read`: all of them, prompt and answer.
-  void Choose(const LogitsRow& logits, std::span<const int32_t> read);
+  // Chooses the next token. logits: of the last token in the cache; `text`: all of them, prompt and answer.
+  void Choose(const LogitsRow& logits, std::span<const int32_t> text);
   int32_t chosen() const { return next_; }
   // What the model thought of the prompt's next token.
   void ScorePrompt(const LogitsRow& logits, int32_t next);
-  // Takes the chosen token, with its text. True: the answer goes on, and result().tokens.back() is to be read next.
-  // `length`: tokens that were read, prompt and answer.
+  // Takes the chosen token, with its text. True: the answer goes on, and result().tokens.back() is the next step's.
+  // `length`: tokens in the cache, prompt and answer.
   bool Take(int32_t length);
   void Interrupt();  // ends the answer here; one that goes on only
   GenerateResult& result() { return result_; }

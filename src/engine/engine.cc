@@ -217,28 +217,28 @@ void Engine::CheckDevice(const LayerSettings& attention) const {
   if (!why.empty()) Throw(PHSA_UNSUPPORTED, "{}; {} runs it", why, Option{"device", "cpu"});
 }
 
-struct Engine::Reading {
+struct Engine::AttentionState {
   EngineOptions options;
   MemoryPlan plan;
   std::vector<uint8_t> punctuation;
 };
 
-Engine::Reading Engine::ReadingWith(const LayerSettings& attention) const {
+Engine::AttentionState Engine::StateFor(const LayerSettings& attention) const {
   CheckAttention(attention, config());
   CheckDevice(attention);
-  Reading reading;
-  reading.options = options_;
-  reading.options.attention = attention;
-  reading.options.context = plan_.context;  // as they were, whatever the new pages weigh
-  reading.options.cache_tokens = plan_.cache_tokens;
-  reading.plan = MakePlan(*source_, reading.options, device_, backend_options_, threads_.num_threads());
-  reading.plan.available = plan_.available;  // before the weights were loaded
-  CheckFits(reading.plan);
-  reading.punctuation = PunctuationFlags(attention);
-  return reading;
+  AttentionState state;
+  state.options = options_;
+  state.options.attention = attention;
+  state.options.context = plan_.context;  // as they were, whatever the new pages weigh
+  state.options.cache_tokens = plan_.cache_tokens;
+  state.plan = MakePlan(*source_, state.options, device_, backend_options_, threads_.num_threads());
+  state.plan.available = plan_.available;  // before the weights were loaded
+  CheckFits(state.plan);
+  state.punctuation = PunctuationFlags(attention);
+  return state;
 }
 
-void Engine::Exchange(Reading& other) {
+void Engine::Exchange(AttentionState& other) {
   std::swap(punctuation_, other.punctuation);
   std::swap(options_, other.options);
   std::swap(plan_, other.plan);
@@ -246,14 +246,14 @@ void Engine::Exchange(Reading& other) {
 
 void Engine::SetAttention(const LayerSettings& attention) {
   if (attention == options_.attention) return;
-  Reading reading = ReadingWith(attention);
-  Exchange(reading);
+  AttentionState state = StateFor(attention);
+  Exchange(state);
   if (decoder_ == nullptr) return;
   try {
     MakeCache();
   } catch (...) {
     // A device may have less left than it had. The cache as it was fits again.
-    Exchange(reading);
+    Exchange(state);
     MakeCache();
     throw;
   }
@@ -276,18 +276,18 @@ void Engine::SetAdapter(const std::filesystem::path& folder,
   const std::filesystem::path before = source_->adapter() != nullptr ? source_->adapter()->path() : "";
   source_->SetAdapter(folder);
   identities_.clear();  // they are known by where adapters lie
-  Reading reading;
+  AttentionState state;
   try {
-    reading = ReadingWith(attention(config()));
+    state = StateFor(attention(config()));
   } catch (...) {
     source_->SetAdapter(before);
     throw;
   }
-  Exchange(reading);
+  Exchange(state);
   try {
     UseAdapter();
   } catch (...) {
-    Exchange(reading);
+    Exchange(state);
     source_->SetAdapter(before);
     UseAdapter();
     throw;

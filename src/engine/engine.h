@@ -26,7 +26,8 @@
 
 namespace phsa {
 
-// Tokens: fewer than this are read again sooner than a text waits for another one that has them, or copies their page.
+// Tokens: fewer than this are prefilled again sooner than a text waits for another one that has them, or copies their
+// page.
 inline constexpr size_t kWorthSharing = 16;
 
 struct EngineOptions {
@@ -40,7 +41,7 @@ struct EngineOptions {
   int32_t threads = 0;  // 0: one per core
   int32_t chunk = 0;    // tokens of a prefill step; 0: 512 on the CPU, 8192 on a GPU
   LayerSettings attention;
-  bool other_attention = false;  // pages have room for texts that are read in other ways: MakeAttention
+  bool other_attention = false;  // pages have room for texts with another attention: MakeAttention
 };
 
 Tokenizer LoadTokenizer(const ModelSource& source);
@@ -80,18 +81,18 @@ class Engine {
   // In place of Load: what holds this model's weights already.
   void Use(std::unique_ptr<ModelBackend> backend);
   std::string device_name() const { return backend_->device_name(); }  // "cpu", or what the GPU calls itself
-  // What the cache's contents depend on besides the tokens, for texts that are read so; none: as the engine reads.
+  // What the cache's contents depend on besides the tokens, for texts with this attention; none: the engine's own.
   KvIdentity cache_identity(const TextAttention* attention = nullptr) const;
   // Other settings for the attention. The weights stay; the cache is a new, empty one: sequences of the old one must
   // be gone. The settings that it has already change nothing. Throws phsa::Error, and changes nothing, where the
   // settings do not suit the model.
   void SetAttention(const LayerSettings& attention);
   // Another adapter for the same weights (empty: none), with `attention` in place of the settings so far. On a GPU,
-  // which adds an adapter to its weights, they are read again. The cache is a new, empty one, as with SetAttention.
+  // which adds an adapter to its weights, those are loaded again. The cache is a new, empty one, as with SetAttention.
   // Throws phsa::Error, and all is as it was, where the adapter is not for this model.
   void SetAdapter(const std::filesystem::path& folder,
                   const std::function<LayerSettings(const ModelConfig& config)>& attention);
-  // Another way to read texts beside the engine's, for sequences of its cache. Any thread may call it. Throws
+  // Another attention beside the engine's own, for sequences of its cache. Any thread may call it. Throws
   // phsa::Error where the settings do not suit the model, or their representatives need more room than pages have.
   // `adapter`: of AddAdapter, or 0.
   std::shared_ptr<const TextAttention> MakeAttention(const LayerSettings& attention, int32_t adapter = 0) const;
@@ -102,10 +103,10 @@ class Engine {
  private:
   // One for each token of the model's vocabulary; empty where nothing needs them.
   std::vector<uint8_t> PunctuationFlags(const LayerSettings& attention) const;
-  void CheckDevice(const LayerSettings& attention) const;  // throws phsa::Error where it cannot read so
-  struct Reading;                                          // what follows from the attention's settings
-  Reading ReadingWith(const LayerSettings& attention) const;
-  void Exchange(Reading& other);
+  void CheckDevice(const LayerSettings& attention) const;  // throws phsa::Error where it cannot attend so
+  struct AttentionState;                                   // what follows from the attention's settings
+  AttentionState StateFor(const LayerSettings& attention) const;
+  void Exchange(AttentionState& other);
   void UseAdapter();  // of source_
   void MakeCache();
   std::unique_ptr<ModelSource> source_;

@@ -1,5 +1,5 @@
-// How many tokens of prompts a step reads while others wait for the next token of their answers: as many as the steps
-// before say can be read in the time that those may wait. What is read does not depend on it, only when.
+// How many tokens of prompts a step prefills while others wait for the next token of their answers: as many as the
+// steps before say can be done in the time that those may wait. What is computed does not depend on it, only when.
 #ifndef PHSA_ENGINE_PREFILL_PACE_H_
 #define PHSA_ENGINE_PREFILL_PACE_H_
 
@@ -10,7 +10,7 @@ namespace phsa {
 
 class PrefillPace {
  public:
-  // A prompt goes on by so many tokens in each step, however long that takes: fewer would be read little sooner, as the
+  // A prompt goes on by so many tokens in each step, however long that takes: fewer would be done little sooner, as the
   // step reads all weights for the answers anyway (Qwen2.5-Coder-1.5B on two cores: 40 ms for one token, 6 for each
   // more of a prompt).
   static constexpr size_t kLeastTokens = 8;
@@ -21,7 +21,7 @@ class PrefillPace {
   // `step_seconds`: of a step in which somebody waits; 0: they wait as long as it takes.
   explicit PrefillPace(double step_seconds) : step_seconds_(step_seconds) {}
 
-  // A step has read `tokens` tokens of prompts, beside one for each answer.
+  // A step has prefilled `tokens` tokens of prompts, beside one for each answer.
   void Measured(size_t tokens, double seconds) {
     if (tokens == 0) return;
     before_ = last_;
@@ -42,7 +42,7 @@ class PrefillPace {
 
  private:
   double step_seconds_;
-  double last_ = 0, before_ = 0;  // seconds per token of the last two steps that read some; 0: there was none
+  double last_ = 0, before_ = 0;  // seconds per token of the last two steps that prefilled some; 0: there was none
 };
 
 }  // namespace phsa

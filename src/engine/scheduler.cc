@@ -40,7 +40,7 @@ struct Job {
   std::span<const int32_t> prompt() const { return again.empty() ? request.prompt : again; }
   // Whether its text may begin with pages of a text that is read in this way.
   bool reads_like(const Sequence& other) const { return sequence.attention() == other.attention(); }
-  bool reads_prompt() const { return static_cast<size_t>(sequence.length()) < prompt().size(); }
+  bool in_prefill() const { return static_cast<size_t>(sequence.length()) < prompt().size(); }
   bool answers() const { return !answer.result().tokens.empty(); }
   // Of the prompt, in a step. What was read before a preemption and what was not are in two steps: only one is counted.
   size_t left() const {
@@ -503,10 +503,10 @@ class Scheduler::Impl {
   std::vector<Share> ChooseRows() {
     auto rows = static_cast<size_t>(engine_.decoder().max_rows());
     std::vector<Share> chosen;
-    std::vector<Job*> reading;
+    std::vector<Job*> prefilling;
     for (const auto& job : running_) {
-      if (job->reads_prompt()) {
-        if (job->leader == 0) reading.push_back(job.get());
+      if (job->in_prefill()) {
+        if (job->leader == 0) prefilling.push_back(job.get());
         continue;
       }
       // Each answer began in a row that the others had left, so there is one for each.
@@ -516,13 +516,13 @@ class Scheduler::Impl {
     }
     if (!chosen.empty()) rows = pace_.Tokens(rows);
     // The shortest first, as what they do not need goes to the others; by arrival where not everybody gets a row.
-    if (reading.size() <= rows) {
-      std::stable_sort(reading.begin(), reading.end(),
+    if (prefilling.size() <= rows) {
+      std::stable_sort(prefilling.begin(), prefilling.end(),
                        [](const Job* a, const Job* b) { return a->left() < b->left(); });
     }
-    for (size_t i = 0; i < reading.size() && rows > 0; ++i) {
-      const size_t share = std::max<size_t>(1, rows / (reading.size() - i));
-      chosen.push_back({reading[i], std::min(reading[i]->left(), share)});
+    for (size_t i = 0; i < prefilling.size() && rows > 0; ++i) {
+      const size_t share = std::max<size_t>(1, rows / (prefilling.size() - i));
+      chosen.push_back({prefilling[i], std::min(prefilling[i]->left(), share)});
       rows -= chosen.back().tokens;
     }
     // Side by side what is read alike; by the number of the first of them, so that nothing depends on addresses.
@@ -538,7 +538,7 @@ class Scheduler::Impl {
   // ends alone. A device that failed fails all.
   void Read(std::vector<Share> shares) {
     size_t of_prompts = 0;
-    for (const Share& share : shares) of_prompts += share.job->reads_prompt() ? share.tokens : 0;
+    for (const Share& share : shares) of_prompts += share.job->in_prefill() ? share.tokens : 0;
     const double begin = clock_();
     std::exception_ptr failure;
     try {
@@ -565,7 +565,7 @@ class Scheduler::Impl {
     PHSA_CHECK(!chosen.empty());
     // Only an answer that is written alone is sped up: the rows of several fill a step already.
     Drafts* drafts = nullptr;
-    if (Job& only = *chosen.front().job; chosen.size() == 1 && only.drafts && !only.reads_prompt()) {
+    if (Job& only = *chosen.front().job; chosen.size() == 1 && only.drafts && !only.in_prefill()) {
       drafts = &*only.drafts;
     }
     std::vector<BatchItem> items;
@@ -581,7 +581,7 @@ class Scheduler::Impl {
         items.push_back({&job->sequence, drafts->Begin(result, job->sequence.length(), room), BatchItem::Logits::kAll});
         continue;
       }
-      if (!job->reads_prompt()) {
+      if (!job->in_prefill()) {
         items.push_back({&job->sequence, std::span(job->answer.result().tokens).last(1), BatchItem::Logits::kLast});
         continue;
       }
@@ -627,7 +627,7 @@ class Scheduler::Impl {
       const bool goes_on = drafts == nullptr || drafts->End(job.sequence, job.answer.result());
       if (before >= job.read_before) job.answer.result().tokens_read += engine_.decoder().step_tokens_read()[i];
       if (job.finished) continue;
-      if (job.reads_prompt()) {
+      if (job.in_prefill()) {
         TellPrefill(job);
         continue;
       }

@@ -1,7 +1,8 @@
 // Several answers at once: requests join and leave between the steps of the decoder. Answers go on first; what is left
-// of a step's rows reads prompts, so that a long prompt holds nobody up. What a prompt shares with another text that
-// was read is not read again. A request begins where the cache has room for its prompt and the next part of its answer;
-// where the pages run out later, those that began last give theirs back, wait, are read again and go on.
+// of a step's rows is prefill, so that a long prompt holds nobody up. What a prompt shares with another text that
+// is in the cache is not prefilled again. A request begins where the cache has room for its prompt and the next part of
+// its answer; where the pages run out later, those that began last give theirs back, wait, are prefilled again and go
+// on.
 #ifndef PHSA_ENGINE_SCHEDULER_H_
 #define PHSA_ENGINE_SCHEDULER_H_
 
@@ -33,22 +34,22 @@ struct Request {
   // what it throws ends the request as failed. May be empty.
   std::function<bool(Sequence& text)> after = {};
   int32_t after_from = 0;  // tokens at the text's begin that it leaves as they are
-  // What is wanted is GenerateResult::embedding, and no answer. All of the text is read, and not kept for others.
+  // What is wanted is GenerateResult::embedding, and no answer. All of the text is prefilled, and not kept for others.
   bool embed = false;
 };
 
-// How long a step may take while somebody waits for the next token of an answer; a long prompt is then read in smaller
-// pieces, and later. 0: as long as it takes, which reads the most tokens in the end.
+// How long a step may take while somebody waits for the next token of an answer; a long prompt is then prefilled in
+// smaller pieces, and later. 0: as long as it takes, which prefills the most tokens in the end.
 struct Pacing {
   double step_seconds = 0;
   std::function<double()> clock = {};  // seconds from whenever; none: the system's
 };
 
-// Where texts are kept that were read before, for when nobody has them in the cache.
+// Where the KV caches of earlier texts are kept, for when no sequence has them.
 class TextStore {
  public:
   virtual ~TextStore() = default;
-  // Of how many of the text's tokens it has what was read, in this way.
+  // Of how many of the text's tokens it has keys and values, with this attention.
   virtual size_t Find(const TextAttention* attention, std::span<const int32_t> text) = 0;
   // As many of them into an empty sequence, or none where that fails.
   virtual void Restore(Sequence& sequence, std::span<const int32_t> text) = 0;
@@ -75,7 +76,7 @@ class Scheduler {
   // as they were, or as after a whole step.
   bool Step();
   // The result of a finished request, once; none: it is not finished, or was taken. Where the request failed (its
-  // callback threw, the model gave no numbers, there was no memory to read it), that exception is thrown, and it counts
+  // callback threw, the model gave no numbers, there was no memory for it), that exception is thrown, and it counts
   // as taken. Seconds are the clock's, beside all others; those of the prompt begin where the waiting ends.
   std::optional<GenerateResult> Take(int64_t id);
 

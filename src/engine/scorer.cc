@@ -22,8 +22,7 @@ void Check(const Engine& engine, std::span<const ScoreRequest> requests) {
     if (continuation.empty()) ThrowInvalid("request {} has no continuation; there is nothing to score", i);
     const size_t read = context.size() + continuation.size() - 1;
     if (read > most) {
-      ThrowInvalid("request {} has {} tokens to read, and the context holds {}; {}", i, read, most,
-                   engine.TooLongAdvice());
+      ThrowInvalid("request {} has {} tokens, and the context holds {}; {}", i, read, most, engine.TooLongAdvice());
     }
     engine.CheckTokens(context, fmt::format("request {}", i));
     engine.CheckTokens(continuation, fmt::format("request {}", i));

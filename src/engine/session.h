@@ -1,5 +1,5 @@
-// One conversation with a model: prompts in, answers out. What the new prompt shares with the text so far is not read
-// again.
+// One conversation with a model: prompts in, answers out. What the new prompt shares with the text so far is in the
+// cache, and not prefilled again.
 #ifndef PHSA_ENGINE_SESSION_H_
 #define PHSA_ENGINE_SESSION_H_
 
@@ -25,14 +25,14 @@ struct GenerateCallbacks {
 
 class Session {
  public:
-  // `attention`: none where texts are read as the engine reads them.
+  // `attention`: none for the engine's own.
   explicit Session(Engine& engine, std::shared_ptr<const TextAttention> attention = nullptr)
       : engine_(engine), sequence_(engine.cache(), std::move(attention)) {}
 
   // Refuses what CheckPrompt refuses.
   GenerateResult Generate(std::span<const int32_t> prompt, const GenerateOptions& options,
                           const GenerateCallbacks& callbacks);
-  // Reads a text without generating. Returns how many of its tokens were there already; none: stopped.
+  // The prefill of a text, and no answer. Returns how many of its tokens were there already; none: stopped.
   std::optional<int32_t> Prefill(std::span<const int32_t> tokens, const GenerateCallbacks& callbacks,
                                  const LogitsSink& sink, BatchItem::Logits logits);
   Sequence& sequence() { return sequence_; }
@@ -42,7 +42,7 @@ class Session {
   int32_t Restore(const std::filesystem::path& path, std::span<const int32_t> prompt);
 
  private:
-  // Of the tokens to be read, how many are there already.
+  // Of the tokens of a prefill, how many are there already.
   int32_t Reusable(std::span<const int32_t> tokens) const;
 
   Engine& engine_;

@@ -109,7 +109,7 @@ Drafts::Drafts(std::span<const int32_t> prompt) : prompt_tokens_(prompt.size()) 
   for (const int32_t token : prompt) lookup_.Append(token);
 }
 
-std::span<const int32_t> Drafts::Begin(const GenerateResult& result, int32_t read, size_t room) {
+std::span<const int32_t> Drafts::Begin(const GenerateResult& result, int32_t before, size_t room) {
   began_ = Now();
   while (lookup_.size() < prompt_tokens_ + result.tokens.size()) {
     lookup_.Append(result.tokens[lookup_.size() - prompt_tokens_]);
@@ -118,7 +118,7 @@ std::span<const int32_t> Drafts::Begin(const GenerateResult& result, int32_t rea
   const std::span<const int32_t> draft = lookup_.Draft(std::min(room, pace_.Most()));
   tokens_.insert(tokens_.end(), draft.begin(), draft.end());
   right_ = 0;
-  read_ = read;
+  cached_ = before;
   ended_ = false;
   return tokens_;
 }
@@ -126,7 +126,7 @@ std::span<const int32_t> Drafts::Begin(const GenerateResult& result, int32_t rea
 void Drafts::Row(Answer& answer, int32_t row, const LogitsRow& logits, std::span<const int32_t> text) {
   const auto index = static_cast<size_t>(row);
   if (ended_ || index > right_) return;  // it follows a draft that was wrong
-  const int32_t length = read_ + row + 1;
+  const int32_t length = cached_ + row + 1;
   answer.Choose(logits, text.first(static_cast<size_t>(length)));
   if (index + 1 == tokens_.size() || answer.chosen() != tokens_[index + 1]) return;
   ended_ = !answer.Take(length);
@@ -134,7 +134,7 @@ void Drafts::Row(Answer& answer, int32_t row, const LogitsRow& logits, std::span
 }
 
 bool Drafts::End(Sequence& sequence, GenerateResult& result) {
-  sequence.Truncate(read_ + 1 + static_cast<int32_t>(right_));
+  sequence.Truncate(cached_ + 1 + static_cast<int32_t>(right_));
   pace_.Tried(tokens_.size() - 1, right_, Now() - began_);
   result.drafted_tokens += static_cast<int32_t>(tokens_.size()) - 1;
   result.accepted_tokens += static_cast<int32_t>(right_);

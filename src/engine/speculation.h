@@ -1,5 +1,5 @@
 // Speculation by prompt look-up: where the last tokens of a text stand in it before, what followed them there may
-// follow again. A step of the decoder reads it with the last token, which takes little longer than that one alone, and
+// follow again. A step of the decoder takes it with the last token, which takes little longer than that one alone, and
 // the answer goes on by as many tokens as turn out to be those that it would have written anyway. So the text is that
 // of plain decoding, to the token; drafts change how many steps it takes.
 #ifndef PHSA_ENGINE_SPECULATION_H_
@@ -59,11 +59,11 @@ size_t DraftRoom(Engine& engine, const GenerateOptions& options, const GenerateR
 class Drafts {
  public:
   explicit Drafts(std::span<const int32_t> prompt);
-  // What the step reads: the answer's last token, and up to `room` that may follow. `read`: tokens read before it.
-  std::span<const int32_t> Begin(const GenerateResult& result, int32_t read, size_t room);
-  // `text`: all that was read, the step's tokens included.
+  // The step's tokens: the answer's last one, and up to `room` that may follow. `before`: tokens in the cache.
+  std::span<const int32_t> Begin(const GenerateResult& result, int32_t before, size_t room);
+  // `text`: all tokens, the step's included.
   void Row(Answer& answer, int32_t row, const LogitsRow& logits, std::span<const int32_t> text);
-  // Takes back what was read in vain. False: the answer has ended; else its next token is chosen and not taken.
+  // Takes the wrong drafts out of the cache. False: the answer has ended; else its next token is chosen and not taken.
   bool End(Sequence& sequence, GenerateResult& result);
 
  private:
@@ -72,7 +72,7 @@ class Drafts {
   SpeculationPace pace_;
   std::vector<int32_t> tokens_;  // of the step
   size_t right_ = 0;             // of its drafts
-  int32_t read_ = 0;
+  int32_t cached_ = 0;
   bool ended_ = false;
   double began_ = 0;
 };

@@ -49,7 +49,7 @@ fs::path TextCache::FileOf(const Engine& engine, const TextAttention* attention,
 
 void TextCache::Discard(const fs::path& path, const char* why) const {
   std::error_code error;
-  note_(fmt::format("{}; it is removed, and the text is read again", why));
+  note_(fmt::format("{}; it is removed, and the text is prefilled again", why));
   fs::remove(path, error);
 }
 

@@ -1,4 +1,4 @@
-// A folder that keeps what was read of long texts, each in a file of its own (model/kv_file.h), for later processes.
+// A folder that keeps the KV cache of long texts, each in a file of its own (model/kv_file.h), for later processes.
 #ifndef PHSA_ENGINE_TEXT_CACHE_H_
 #define PHSA_ENGINE_TEXT_CACHE_H_
 
@@ -23,7 +23,7 @@ namespace phsa {
 // use a folder at once, each its own engine.
 class TextCache {
  public:
-  // Tokens that are read again sooner than a file is written or restored for them.
+  // Tokens that are prefilled again sooner than a file is written or restored for them.
   static constexpr size_t kWorthKeeping = 1024;
 
   // `limit`: bytes of all files; the ones that were not used for the longest time go first. `note` is told what went
@@ -35,7 +35,7 @@ class TextCache {
   // Keeps the session's sequence, which begins `text` or is all of it. False: it was not kept, and `note` said why.
   bool Save(Engine& engine, Session& session, std::span<const int32_t> text) const;
 
-  // The file whose text, read in this way, has the most of this one's beginning.
+  // The file whose text, with this attention, has the most of this one's beginning.
   struct Beginning {
     std::filesystem::path file;
     size_t tokens = 0;  // that they share

@@ -10,8 +10,8 @@
 namespace phsa {
 namespace {
 
-// How long things take, for the progress bar, in FLOPs of matrix products. A written token reads all weights for one
-// row: it takes as long as a few that are read together.
+// How long things take, for the progress bar, in FLOPs of matrix products. A decoded token needs all weights for one
+// row: it takes as long as a few that are prefilled together.
 class Work {
  public:
   explicit Work(const ModelConfig& config) : config_(config) {
@@ -19,10 +19,10 @@ class Work {
     token_ = 2 * config.num_layers *
              (hidden * config.head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * config.intermediate);
   }
-  double Read(const LayerSettings& attention, int32_t tokens) const {
+  double Prefill(const LayerSettings& attention, int32_t tokens) const {
     return token_ * tokens + CountAttentionFlops(attention, config_, tokens).total();
   }
-  double Write(int32_t tokens) const { return 6 * token_ * tokens; }
+  double Decode(int32_t tokens) const { return 6 * token_ * tokens; }
 
  private:
   const ModelConfig& config_;
@@ -69,8 +69,8 @@ class Runner {
   const std::string& Label(size_t policy) const { return plan_.policies[policy].name; }
   const LayerSettings& Attention(size_t policy) const { return plan_.policies[policy].attention; }
 
-  // `all`: the tokens whose reading costs `cost`, where the calls that are made do not know them.
-  GenerateCallbacks Reading(const std::function<void(double)>& done, double cost, int32_t all = 0) const {
+  // `all`: the tokens whose prefill costs `cost`, where the calls that are made do not know them.
+  GenerateCallbacks Prefilling(const std::function<void(double)>& done, double cost, int32_t all = 0) const {
     GenerateCallbacks callbacks;
     callbacks.stop = callbacks_.stop;
     callbacks.prefill = [=](int32_t tokens, int32_t total) { done(cost * tokens / (all > 0 ? all : total)); };
@@ -82,16 +82,16 @@ class Runner {
     answers.questions = plan.questions;
     answers.results.resize(plan_.policies.size());
     for (size_t i = 0; i < plan_.policies.size(); ++i) {
-      const double reading = work_.Read(Attention(i), static_cast<int32_t>(plan.questions.front().tokens.size()));
-      const double all = reading + work_.Write(plan.max_tokens) * static_cast<double>(plan.questions.size());
-      tasks_.push_back({"answers: " + Label(i), all, [&answers, &plan, reading, i, this](const auto& done) {
+      const double prefill = work_.Prefill(Attention(i), static_cast<int32_t>(plan.questions.front().tokens.size()));
+      const double all = prefill + work_.Decode(plan.max_tokens) * static_cast<double>(plan.questions.size());
+      tasks_.push_back({"answers: " + Label(i), all, [&answers, &plan, prefill, i, this](const auto& done) {
                           engine_.SetAttention(Attention(i));
-                          Session session(engine_);  // one for all questions: the text is read once
+                          Session session(engine_);  // one for all questions: one prefill of the text
                           GenerateOptions options;
                           options.max_tokens = plan.max_tokens;
                           options.sampler.temperature = 0;
                           for (const CompareQuestion& question : plan.questions) {
-                            GenerateResult one = session.Generate(question.tokens, options, Reading(done, reading));
+                            GenerateResult one = session.Generate(question.tokens, options, Prefilling(done, prefill));
                             if (one.reason == StopReason::kInterrupted) return;
                             answers.results[i].push_back(std::move(one));
                           }
@@ -122,7 +122,7 @@ class Runner {
     for (size_t i = 0; i < plan_.policies.size(); ++i) {
       const bool recall = plan.recall && !result_.policies[i].dense;
       if (!plan.perplexity && !recall) continue;
-      double cost = work_.Read(Attention(i), tokens);
+      double cost = work_.Prefill(Attention(i), tokens);
       if (recall) cost += CountAttentionFlops({DenseSettings(), {}}, engine_.config(), tokens).total();
       tasks_.push_back({(plan.perplexity ? "perplexity: " : "recall: ") + Label(i), cost,
                         [&text, &plan, recall, cost, i, this](const auto& done) {
@@ -130,7 +130,7 @@ class Runner {
                           std::optional<RecallMeter> meter;
                           if (recall) meter.emplace(engine_.config(), engine_.cache().layout().kv_type);
                           PerplexityResult one =
-                              Perplexity(engine_, plan.tokens, Reading(done, cost), meter ? &*meter : nullptr);
+                              Perplexity(engine_, plan.tokens, Prefilling(done, cost), meter ? &*meter : nullptr);
                           if (one.tokens == 0) return;
                           CheckFinite(one.loss);
                           text.results[i] = std::move(one);
@@ -156,38 +156,38 @@ class Runner {
   // Runs of all policies in turn, so that a machine that grows slower does so for all of them.
   void AddSpeed(const CompareSpeedPlan& plan) {
     CompareSpeed& speed = result_.speed.emplace();
-    speed.write_tokens = plan.write_tokens;
+    speed.decode_tokens = plan.decode_tokens;
     speed.repeats = plan.repeats;
     speed.rows.resize(plan_.policies.size());
     for (int32_t repeat = 0; repeat < plan.repeats; ++repeat) {
       for (size_t i = 0; i < plan_.policies.size(); ++i) {
         const int32_t longest =
             std::max(plan.lengths.empty() ? 0 : plan.lengths.back(), plan.depths.empty() ? 0 : plan.depths.back());
-        const double reading = work_.Read(Attention(i), longest), writing = work_.Write(plan.write_tokens);
+        const double prefill = work_.Prefill(Attention(i), longest), decode = work_.Decode(plan.decode_tokens);
         tasks_.push_back({fmt::format("speed, run {} of {}: {}", repeat + 1, plan.repeats, Label(i)),
-                          reading + writing * static_cast<double>(plan.depths.size()),
-                          [&speed, &plan, reading, writing, longest, i, this](const auto& done) {
+                          prefill + decode * static_cast<double>(plan.depths.size()),
+                          [&speed, &plan, prefill, decode, longest, i, this](const auto& done) {
                             engine_.SetAttention(Attention(i));
                             MeasureSpeed(
-                                plan, Reading(done, reading, longest),
-                                [&](size_t written) { done(reading + writing * static_cast<double>(written)); },
+                                plan, Prefilling(done, prefill, longest),
+                                [&](size_t decoded) { done(prefill + decode * static_cast<double>(decoded)); },
                                 &speed.rows[i]);
                           }});
       }
     }
   }
 
-  void MeasureSpeed(const CompareSpeedPlan& plan, const GenerateCallbacks& reading,
-                    const std::function<void(size_t)>& written, std::vector<SpeedRow>* rows) {
-    SpeedMeter meter(engine_, reading);
+  void MeasureSpeed(const CompareSpeedPlan& plan, const GenerateCallbacks& prefill,
+                    const std::function<void(size_t)>& decoded, std::vector<SpeedRow>* rows) {
+    SpeedMeter meter(engine_, prefill);
     if (!plan.lengths.empty()) {
-      for (const SpeedRow& row : meter.Read(0, plan.lengths, 1)) AddRow(row, rows);
+      for (const SpeedRow& row : meter.Prefill(0, plan.lengths, 1)) AddRow(row, rows);
     }
-    // From the deepest up: the text that was read is only cut.
+    // From the deepest up: the text in the cache is only cut.
     for (size_t i = 0; i < plan.depths.size(); ++i) {
-      const SpeedRow row = meter.Write(plan.depths[plan.depths.size() - 1 - i], plan.write_tokens, 1);
+      const SpeedRow row = meter.Decode(plan.depths[plan.depths.size() - 1 - i], plan.decode_tokens, 1);
       if (!row.seconds.empty()) AddRow(row, rows);
-      written(i + 1);
+      decoded(i + 1);
     }
   }
 
@@ -212,7 +212,7 @@ class Runner {
     double cost = 0;
     for (const int32_t length : plan.lengths) {
       for (size_t i = 0; i < plan_.policies.size(); ++i) {
-        cost += (work_.Read(Attention(i), length) + work_.Write(kNiahAnswerTokens / 2)) * plan.samples *
+        cost += (work_.Prefill(Attention(i), length) + work_.Decode(kNiahAnswerTokens / 2)) * plan.samples *
                 static_cast<double>(plan.tasks.size());
         run.configurations.push_back({length, Attention(i)});
       }
@@ -237,7 +237,7 @@ class Runner {
 }  // namespace
 
 int32_t CompareSpeedPlan::context() const {
-  return std::max(lengths.empty() ? 0 : lengths.back(), depths.empty() ? 0 : depths.back() + write_tokens);
+  return std::max(lengths.empty() ? 0 : lengths.back(), depths.empty() ? 0 : depths.back() + decode_tokens);
 }
 
 int32_t ComparePlan::Context() const {

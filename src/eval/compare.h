@@ -29,7 +29,7 @@ struct CompareAnswersPlan {
 };
 struct CompareSpeedPlan {
   std::vector<int32_t> lengths, depths;  // ascending; one of them may be empty
-  int32_t write_tokens = 32, repeats = 2;
+  int32_t decode_tokens = 32, repeats = 2;
   int32_t context() const;
 };
 struct CompareTextPlan {
@@ -69,8 +69,8 @@ struct CompareAnswers {
   std::optional<bool> Right(size_t policy, size_t question) const;  // none: not judged, or not asked
 };
 struct CompareSpeed {
-  int32_t write_tokens = 0, repeats = 0;
-  std::vector<std::vector<SpeedRow>> rows;  // of a policy: reading by length, then writing by depth
+  int32_t decode_tokens = 0, repeats = 0;
+  std::vector<std::vector<SpeedRow>> rows;  // of a policy: prefill by length, then decode by depth
   const SpeedRow* Find(size_t policy, SpeedTest test, int32_t tokens, int32_t depth) const;  // null: not measured
 };
 struct CompareRecall {

@@ -117,7 +117,7 @@ class Teller {
     return warnings;
   }
 
-  // The column of the longest text that was read, of the deepest point that was written at, and so on.
+  // The column of the longest prefill, of the deepest decode, and so on.
   CompareTable Summary() const {
     CompareTable table;
     table.columns = {"attention", "settings"};
@@ -135,8 +135,8 @@ class Teller {
       const CompareSpeed& speed = *result_.speed;
       if (const std::vector<SpeedRow> rows = Longest(speed); !rows.empty()) {
         for (const SpeedRow& row : rows) {
-          add(row.test == SpeedTest::kRead ? fmt::format("reads {}, tokens/s", TokensLabel(row.tokens))
-                                           : fmt::format("writes at {}, tokens/s", TokensLabel(row.depth)),
+          add(row.test == SpeedTest::kPrefill ? fmt::format("prefill of {}, tokens/s", TokensLabel(row.tokens))
+                                              : fmt::format("decode at {}, tokens/s", TokensLabel(row.depth)),
               [&](size_t i) { return SpeedCell(speed, i, row); });
         }
         add(fmt::format("tokens read at {}", TokensLabel(rows.front().depth + rows.front().tokens)), [&](size_t i) {
@@ -191,17 +191,17 @@ class Teller {
     CompareSection section;
     section.title = fmt::format("{} about a text", answers.questions.size() == 1 ? "A question" : "Questions");
     CompareTable costs;
-    costs.caption = "What the answers took: the text was read once, for the first question";
-    costs.columns = {"attention",  "right", "tokens of the prompt", "read at, tokens/s", "written at, tokens/s",
-                     "tokens read"};
+    costs.caption = "What the answers took: one prefill of the text, for the first question";
+    costs.columns = {"attention",        "right",      "tokens of the prompt", "prefill, tokens/s",
+                     "decode, tokens/s", "tokens read"};
     for (size_t i = 0; i < num_policies(); ++i) {
       const std::vector<GenerateResult>& results = answers.results[i];
       if (results.empty()) continue;
       const GenerateResult& first = results.front();
-      double written = 0, seconds = 0;
+      double decoded = 0, seconds = 0;
       TokensRead read;
       for (const GenerateResult& one : results) {
-        written += std::max(0.0, static_cast<double>(one.tokens.size()) - 1);
+        decoded += std::max(0.0, static_cast<double>(one.tokens.size()) - 1);
         seconds += one.decode_seconds;
         read.read += one.tokens_read.read;
         read.dense += one.tokens_read.dense;
@@ -209,7 +209,7 @@ class Teller {
       costs.rows.push_back(
           {Label(i), RightCount(answers, i), Thousands(first.prompt_tokens),
            first.prefill_seconds > 0 ? Thousands(first.prompt_tokens / first.prefill_seconds) : kNothing,
-           seconds > 0 && written > 0 ? Thousands(written / seconds) : kNothing, Percent(read.share())});
+           seconds > 0 && decoded > 0 ? Thousands(decoded / seconds) : kNothing, Percent(read.share())});
     }
     section.tables.push_back(std::move(costs));
     for (size_t q = 0; q < answers.questions.size(); ++q) {
@@ -234,10 +234,10 @@ class Teller {
 
   // Speed
 
-  // The longest reading and the deepest writing that somebody has, reading first.
+  // The longest prefill and the deepest decode that any policy has, prefill first.
   std::vector<SpeedRow> Longest(const CompareSpeed& speed) const {
     std::vector<SpeedRow> found;
-    for (const SpeedTest test : {SpeedTest::kRead, SpeedTest::kWrite}) {
+    for (const SpeedTest test : {SpeedTest::kPrefill, SpeedTest::kDecode}) {
       const SpeedRow* longest = nullptr;
       for (const auto& rows : speed.rows) {
         for (const SpeedRow& row : rows) {
@@ -279,10 +279,10 @@ class Teller {
     section.title = "Speed";
     double spread = 1;
     size_t fewest = static_cast<size_t>(speed.repeats);
-    std::set<std::pair<int32_t, int32_t>> reading, writing;  // tokens and depth
+    std::set<std::pair<int32_t, int32_t>> prefill, decode;  // tokens and depth
     for (const auto& rows : speed.rows) {
       for (const SpeedRow& row : rows) {
-        (row.test == SpeedTest::kRead ? reading : writing).insert({row.tokens, row.depth});
+        (row.test == SpeedTest::kPrefill ? prefill : decode).insert({row.tokens, row.depth});
         spread = std::max(spread, row.best() / row.slowest());
         fewest = std::min(fewest, row.seconds.size());
       }
@@ -293,17 +293,17 @@ class Teller {
         const SpeedRow* row = speed.Find(i, longest.test, longest.tokens, longest.depth);
         const SpeedRow* peer = PeerRow(speed, i, longest);
         if (row == nullptr || peer == nullptr) continue;
-        sentence += longest.test == SpeedTest::kRead
-                        ? fmt::format("reading {} tokens: {}", Thousands(row->tokens), SpeedWords(*row, *peer))
-                        : fmt::format("{}writing after {}: {}", sentence.empty() ? "" : "; ", Thousands(row->depth),
+        sentence += longest.test == SpeedTest::kPrefill
+                        ? fmt::format("prefill of {} tokens: {}", Thousands(row->tokens), SpeedWords(*row, *peer))
+                        : fmt::format("{}decode after {}: {}", sentence.empty() ? "" : "; ", Thousands(row->depth),
                                       SpeedWords(*row, *peer));
       }
       if (!sentence.empty()) section.findings.push_back(fmt::format("{}, {}.", Label(i), sentence));
     }
     if (!dense_)
       section.findings.emplace_back("Dense attention was not measured, so there is nothing to compare with.");
-    AddSpeedTable(speed, SpeedTest::kRead, reading, &section);
-    AddSpeedTable(speed, SpeedTest::kWrite, writing, &section);
+    AddSpeedTable(speed, SpeedTest::kPrefill, prefill, &section);
+    AddSpeedTable(speed, SpeedTest::kDecode, decode, &section);
     const bool times = dense_ && num_policies() > 1;
     section.notes.push_back(fmt::format(
         "Random tokens. The best of {} per number{}; the policies ran in turn. {}{}", Plural(speed.repeats, "run"),
@@ -318,19 +318,19 @@ class Teller {
   void AddSpeedTable(const CompareSpeed& speed, SpeedTest test, const std::set<std::pair<int32_t, int32_t>>& points,
                      CompareSection* section) const {
     if (points.empty()) return;
-    const bool read = test == SpeedTest::kRead;
+    const bool prefill = test == SpeedTest::kPrefill;
     CompareTable table;
     LineChart chart;
-    chart.title = read ? "Reading, tokens/s" : "Writing, tokens/s";
-    chart.x_title = read ? "tokens of the text" : "tokens in the cache";
-    chart.log_x = read && points.size() > 1;
+    chart.title = prefill ? "Prefill, tokens/s" : "Decode, tokens/s";
+    chart.x_title = prefill ? "tokens of the text" : "tokens in the cache";
+    chart.log_x = prefill && points.size() > 1;
     chart.x_text = [](double x) { return TokensLabel(std::llround(x)); };
     chart.y_text = Thousands;
-    table.caption = read ? "Reading a text of so many tokens, tokens/s"
-                         : fmt::format("Writing {} tokens after so many, tokens/s", speed.write_tokens);
+    table.caption = prefill ? "Prefill of so many tokens, tokens/s"
+                            : fmt::format("Decode of {} tokens after so many, tokens/s", speed.decode_tokens);
     table.columns = {"attention"};
     const auto [last_tokens, last_depth] = *points.rbegin();
-    for (const auto& [tokens, depth] : points) table.columns.push_back(TokensLabel(read ? tokens : depth));
+    for (const auto& [tokens, depth] : points) table.columns.push_back(TokensLabel(prefill ? tokens : depth));
     table.columns.push_back(fmt::format("tokens read at {}", table.columns.back()));
     for (size_t i = 0; i < num_policies(); ++i) {
       table.rows.push_back({Label(i)});
@@ -343,7 +343,7 @@ class Teller {
         table.rows[i].push_back(SpeedCell(speed, i, which));
         const SpeedRow* row = speed.Find(i, test, tokens, depth);
         if (row == nullptr) continue;
-        PlotPoint& point = line.points.emplace_back(PlotPoint{double(read ? tokens : depth), row->best(), {}});
+        PlotPoint& point = line.points.emplace_back(PlotPoint{double(prefill ? tokens : depth), row->best(), {}});
         if (row->seconds.size() > 1) point.range = Interval{row->slowest(), row->best()};
       }
       const SpeedRow* last = speed.Find(i, test, last_tokens, last_depth);
@@ -527,8 +527,8 @@ class Teller {
     chart.x_text = [](double x) { return TokensLabel(std::llround(x)); };
     chart.y_text = Flop;
     CompareTable table, parts;
-    table.caption = dense_ ? "FLOPs for reading a text of so many tokens, and their share of dense attention's"
-                           : "FLOPs for reading a text of so many tokens";
+    table.caption = dense_ ? "FLOPs of a prefill of so many tokens, and their share of dense attention's"
+                           : "FLOPs of a prefill of so many tokens";
     table.columns = {"attention"};
     for (const int32_t length : flops.lengths) table.columns.push_back(TokensLabel(length));
     parts.caption = fmt::format("What they are spent on at {}", table.columns.back());

@@ -51,9 +51,9 @@ double Recall(const QueryChoice& query);
 double Recall(const HeadChoice& head);
 
 // Reads the prompt and writes the answer (options.max_tokens may be 0: none), and keeps what was chosen for the
-// prompt's last `last` tokens and for each token of the answer that was read. 1 <= last <= prompt.size(). `attention`:
-// none where the text is read as the engine reads texts. `text`, where there is one: what was read in that way before,
-// of which nothing is read again but the queries that are watched; afterwards all that has been read.
+// prompt's last `last` tokens and for each token of the answer in the cache. 1 <= last <= prompt.size(). `attention`:
+// none for the engine's own. `text`, where there is one: what is in the cache with that attention already, of which
+// nothing is prefilled again but the queries that are watched; afterwards all of it.
 Inspection Inspect(Engine& engine, std::span<const int32_t> prompt, int32_t last, const GenerateOptions& options,
                    const GenerateCallbacks& callbacks, const std::shared_ptr<const TextAttention>& attention = nullptr,
                    Sequence* text = nullptr);

@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::string_view kWhiteSpace = " \t\r\n\f\v";
 
-// Queries before the texts' end whose mass is nobody's source, and how near to them a token is when it is not judged by
+// Queries before the texts' end whose mass is no passage's, and how near to them a token is when it is not judged by
 // theirs: what is close to a query is looked at for being close.
 constexpr int32_t kOtherQueries = 32, kNear = 64;
 // Of a longer answer this many tokens, evenly.

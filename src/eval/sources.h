@@ -1,10 +1,10 @@
 // Where an answer was read from: the passages of the texts in its prompt that its tokens attended to.
 //
-// The tokens from the end of the texts on are read once more, watched: for each layer, query head and token of the
-// answer (the query that led to it), the attention's mass on each token of the texts, of those that the query read.
-// What some queries before the question give to a token as well is taken off: sinks, headings, whatever is looked at
-// regardless. What is left of a head's mass on a sentence counts squared: a head that looks to one place with much of
-// its mass is one that retrieves, one that spreads it says nothing (docs/ask.md).
+// The tokens from the end of the texts on go through the model once more, watched: for each layer, query head and token
+// of the answer (the query that led to it), the attention's mass on each token of the texts, of those that the query
+// read. What some queries before the question give to a token as well is taken off: sinks, headings, whatever is looked
+// at regardless. What is left of a head's mass on a sentence counts squared: a head that looks to one place with much
+// of its mass is one that retrieves, one that spreads it says nothing (docs/ask.md).
 #ifndef PHSA_EVAL_SOURCES_H_
 #define PHSA_EVAL_SOURCES_H_
 
@@ -66,20 +66,20 @@ struct Passage {
 struct SourceOptions {
   size_t most = 5;      // passages
   double least = 0.05;  // weight of all but the first one
-  // What one step may look at: tokens that are read again times those that they look at; 0: as much as fits.
+  // What one step may look at: tokens that are prefilled again times those that they look at; 0: as much as fits.
   int64_t step_pairs = 0;
 };
 
 // The sources of an answer, found step by step, so that others can use the engine between the steps.
 class SourceSearch {
  public:
-  // `length`: tokens of the prompt and the answer as far as they were read: all but the answer's last one, which may be
-  // there too.
+  // `length`: tokens of the prompt and the answer as far as they are in the cache: all but the answer's last one, which
+  // may be there too.
   SourceSearch(Engine& engine, int32_t length, int32_t prompt_tokens, int32_t answer_tokens,
                std::vector<SourceText> texts, const SourceOptions& options = {});
   ~SourceSearch();
   SourceSearch(SourceSearch&&) noexcept;
-  // The first token of the text that its steps read again, or one before it.
+  // The first token of the text that its steps prefill again, or one before it.
   static int32_t FirstRead(std::span<const SourceText> texts, int32_t prompt_tokens);
   // One step of the decoder. `sequence`: prompt and answer; between the first step and the last it is shorter, and the
   // same again behind that. False: there is nothing left to do. Throws phsa::Error where the cache has no page left for

@@ -38,7 +38,7 @@ SpeedRow OneRun(SpeedTest test, int32_t tokens, int32_t depth, int32_t batch, co
 
 }  // namespace
 
-const char* Name(SpeedTest test) { return test == SpeedTest::kRead ? "pp" : "tg"; }
+const char* Name(SpeedTest test) { return test == SpeedTest::kPrefill ? "pp" : "tg"; }
 
 double SpeedRow::best() const { return all_tokens() / *std::min_element(seconds.begin(), seconds.end()); }
 
@@ -130,10 +130,10 @@ bool SpeedMeter::Prepare(int32_t depth, int32_t tokens, int32_t step, int32_t ba
   return done;
 }
 
-std::vector<SpeedRow> SpeedMeter::Read(int32_t depth, std::span<const int32_t> lengths, int32_t repeats) {
+std::vector<SpeedRow> SpeedMeter::Prefill(int32_t depth, std::span<const int32_t> lengths, int32_t repeats) {
   PHSA_CHECK(!lengths.empty() && lengths.front() > 0 && std::is_sorted(lengths.begin(), lengths.end()));
   std::vector<SpeedRow> rows;
-  for (const int32_t length : lengths) rows.push_back({SpeedTest::kRead, length, depth, 1, {}, {}, {}});
+  for (const int32_t length : lengths) rows.push_back({SpeedTest::kPrefill, length, depth, 1, {}, {}, {}});
   const int32_t step = engine_.decoder().max_rows();
   bool go_on = Prepare(depth, lengths.back(), step, 1);
   for (int32_t i = 0; i < repeats && go_on; ++i) {
@@ -152,9 +152,9 @@ std::vector<SpeedRow> SpeedMeter::Read(int32_t depth, std::span<const int32_t> l
   return rows;
 }
 
-SpeedRow SpeedMeter::Write(int32_t depth, int32_t tokens, int32_t repeats, int32_t batch) {
+SpeedRow SpeedMeter::Decode(int32_t depth, int32_t tokens, int32_t repeats, int32_t batch) {
   PHSA_CHECK(tokens > 0 && batch > 0 && batch <= engine_.decoder().max_rows());
-  SpeedRow row{SpeedTest::kWrite, tokens, depth, batch, {}, {}, {}};
+  SpeedRow row{SpeedTest::kDecode, tokens, depth, batch, {}, {}, {}};
   bool go_on = Prepare(depth, tokens, 1, batch);
   for (int32_t i = 0; i < repeats && go_on; ++i) {
     Truncate(depth);

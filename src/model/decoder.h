@@ -62,12 +62,12 @@ class Decoder {
   // `flags`: whether each token of the vocabulary is punctuation; empty: none is.
   void SetPunctuation(std::vector<uint8_t> flags) { punctuation_ = std::move(flags); }
   const std::vector<uint8_t>& punctuation() const { return punctuation_; }
-  // Called after each layer's attention, once for each way in which the step's sequences are read; empty: nobody looks.
-  // Returns who looked before.
+  // Called after each layer's attention, once for each attention that the step's sequences have; empty: no observer.
+  // Returns the previous observer.
   AttentionObserver Observe(AttentionObserver observer) { return std::exchange(observer_, std::move(observer)); }
   // Runs the attention stage by stage, so that `times` has the selection apart: the same results, a little later.
   void TimeStages(bool apart) { backend_.TimeStages(apart); }
-  // Sequences may be read in different ways; those that are read alike are best side by side in the batch. Throws
+  // Sequences may differ in their attention; those with the same are best side by side in the batch. Throws
   // phsa::Error where a sequence does not fit into its cache or the device fails, and whatever `sink` throws; then all
   // sequences are as they were.
   void Step(std::span<const BatchItem> batch, const LogitsSink& sink);

@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::string_view kMagic = "PHSA KV cache 1\n";
 constexpr size_t kMaxHeader = size_t{1} << 20;
-constexpr const char* kReadAgain = "remove the file, and the text is read again";
+constexpr const char* kReadAgain = "remove the file, and the text is prefilled again";
 // Enough of a tensor to tell two models apart, little enough to read at once: 20 MB of a model with 300 tensors.
 constexpr size_t kWindowBytes = 4096, kWindows = 16;
 

@@ -1,4 +1,4 @@
-// A sequence in a file: its tokens and pages, so that a long text need not be read again by the next process.
+// A sequence in a file: its tokens and pages, so that the next process needs no prefill of a long text.
 //
 //   PHSA KV cache 1\n
 //   NAME: VALUE\n …       what the pages depend on, the number of tokens, the sha256 of what follows
@@ -22,7 +22,7 @@ namespace phsa {
 using KvIdentity = std::vector<std::pair<std::string, std::string>>;  // no line breaks, no colon in a name
 
 // What a model computes with, and how it reads text: a fingerprint of its weights (names, types, sizes and parts from
-// all over each tensor: all of it would take as long as reading the text), its numbers, the whole of its adapter and
+// all over each tensor: all of it would take as long as the prefill), its numbers, the whole of its adapter and
 // tokenizer.
 // `adapter`: the one that is added to the weights; null: none.
 KvIdentity ModelIdentity(const ModelSource& source, const Adapter* adapter);

@@ -166,7 +166,7 @@ std::string Metrics::OwnText(bool with_http) const {
   One("vllm:num_requests_running", "gauge", "Answers that are in work.", labels_, state_.running, &out);
   One("vllm:num_requests_waiting", "gauge", "Answers that wait for their turn.", labels_, state_.waiting, &out);
   One("vllm:num_preemptions_total", "counter",
-      "How often a request gave its pages of the KV cache to older ones, to be read again later.", labels_,
+      "How often a request gave its pages of the KV cache to older ones, to be prefilled again later.", labels_,
       state_.preemptions, &out);
   const double usage = state_.pages > 0 ? static_cast<double>(state_.used_pages) / state_.pages : 0;
   One("vllm:kv_cache_usage_perc", "gauge", "Share of the KV cache's pages in use, texts kept for later included.",
@@ -188,8 +188,8 @@ std::string Metrics::OwnText(bool with_http) const {
                    &out);
   whole_.Print("vllm:e2e_request_latency_seconds", "From the request to the last token.", labels_, &out);
   queued_.Print("vllm:request_queue_time_seconds", "From the request to the begin of its prompt.", labels_, &out);
-  prefill_.Print("vllm:request_prefill_time_seconds", "Reading the prompt.", labels_, &out);
-  decode_.Print("vllm:request_decode_time_seconds", "Writing the answer.", labels_, &out);
+  prefill_.Print("vllm:request_prefill_time_seconds", "Prefill of the prompt.", labels_, &out);
+  decode_.Print("vllm:request_decode_time_seconds", "Decode of the answer.", labels_, &out);
   prompt_length_.Print("vllm:request_prompt_tokens", "Tokens of a prompt.", labels_, &out);
   answer_length_.Print("vllm:request_generation_tokens", "Tokens of an answer.", labels_, &out);
   One("phsa:tokens_read_total", "counter", "Tokens that queries read, over layers and query heads.", labels_,

@@ -32,12 +32,12 @@ class LoadedModel {
   // `served`: the model, then one for each of its adapters; they refer to the engine.
   LoadedModel(std::unique_ptr<Engine> engine, std::vector<ServedModel> served, const WorkerOptions& options,
               Metrics& metrics);
-  // Somebody else's, who outlives it.
+  // The caller's, which outlives it.
   LoadedModel(ServedModel served, Worker& worker);
 
   const std::vector<ServedModel>& served() const { return served_; }
   Worker& worker() const { return *worker_; }
-  // How a text is read that is for this one of them; none: as the engine reads. Texts share pages only where the way is
+  // The attention of a text that is for this one of them; none: the engine's own. Texts share pages only where it is
   // one and the same object. Any thread may call it. Throws HttpError.
   std::shared_ptr<const TextAttention> AttentionFor(const LayerSettings& settings, const ServedModel& served);
 

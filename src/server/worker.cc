@@ -371,7 +371,7 @@ void Worker::PublishState() {
 
 int64_t Worker::BlocksChosen(const GenerateResult& result, const TextAttention* attention) const {
   const LayerSettings& settings = attention != nullptr ? attention->settings : engine_.options().attention;
-  // The answer's last token is nobody's query.
+  // The answer's last token is not a query: nothing comes after it.
   const auto end = result.prompt_tokens + std::max<int32_t>(0, static_cast<int32_t>(result.tokens.size()) - 1);
   std::map<const Settings*, int64_t> known;  // by the settings' place: layers share them
   int64_t sum = 0;

@@ -99,7 +99,7 @@ class StepTurns {
 
 struct WorkerOptions {
   int32_t max_running = 64, max_waiting = 256;
-  double step_seconds = 0.25;                  // that an answer may wait for its next token while prompts are read
+  double step_seconds = 0.25;                  // that an answer may wait for its next token while prompts are prefilled
   std::shared_ptr<StepTurns> turns = nullptr;  // with other models; none: there are none
   // Where long texts are kept for later processes, when nobody waits for anything; none: nowhere.
   std::shared_ptr<const TextCache> texts = nullptr;

@@ -145,7 +145,7 @@ def test_chat_reads_only_what_is_new(smollm2):
     lines = "My name is Wilhelmina.\nWhat is my name?\n/reset\nHello\n"
     done = run_phsa("chat", "-m", smollm2, "--temp", 0, "-n", 30, "-c", 2048, input=lines)
     assert done.returncode == 0, done.stderr
-    rounds = re.findall(r"\[(\d+) prompt tokens, (\d+) read before", done.stderr)
+    rounds = re.findall(r"\[(\d+) prompt tokens, (\d+) of them cached", done.stderr)
     assert len(rounds) == 3
     (first, before), (second, reused), (third, _) = [tuple(map(int, r)) for r in rounds]
     assert before == 0 and first <= reused < second

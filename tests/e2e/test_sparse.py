@@ -186,7 +186,7 @@ def test_chat_keeps_its_cache_too(plain, tmp_path):
     done = run_phsa(*chat, "-f", TEXT.parent / "lighthouse.txt", input="hello\n")
     assert done.returncode == 0 and cache.exists(), done.stderr
     done = run_phsa(*chat, "-f", TEXT.parent / "lighthouse.txt", input="hullo\n")
-    reused = int(done.stderr.split(" read before")[0].split()[-1])
+    reused = int(done.stderr.split(" of them cached")[0].split()[-1])
     assert reused > len((TEXT.parent / "lighthouse.txt").read_text())
 
 

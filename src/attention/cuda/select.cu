@@ -116,7 +116,7 @@ struct UnitRows {
   int32_t q0, head0;
   __device__ UnitRows(const Group& group, int32_t tile_q0, int32_t unit)
       : q0(tile_q0 + unit / group.pairs * group.unit_queries), head0(unit % group.pairs * 2) {
-    if (unit >= group.tile_units) head0 = group.size;  // nobody's
+    if (unit >= group.tile_units) head0 = group.size;  // an empty unit
   }
   __device__ int32_t query(int32_t row) const { return q0 + (kPair ? row % 8 : row); }
   __device__ int32_t head(int32_t row) const { return head0 + (kPair ? row / 8 : 0); }

@@ -30,7 +30,7 @@ struct NiahRecord {
   int32_t tokens = 0;           // of the prompt
   int64_t read = 0, dense = 0;  // tokens that queries read, and what dense attention reads
   double seconds = 0;
-  // Mean negative log-likelihood of the references' tokens, where the answer was read and not written.
+  // Mean negative log-likelihood of the references' tokens, where the answer was prefilled and not decoded.
   std::optional<double> nll;
 
   double score() const;  // share of the references that were found

@@ -18,8 +18,8 @@ namespace {
 
 char Lower(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }
 
-// A sample that is read in some way, and its record so far.
-struct Reading {
+// A sample with some attention, and its record so far.
+struct Attempt {
   const NiahSample* sample;
   NiahRecord record;
 
@@ -36,30 +36,30 @@ struct Reading {
 };
 
 // Greedy generation until every reference is there: what follows cannot change the score. False: stopped.
-bool Generate(Engine& engine, std::span<Reading> readings, const std::function<bool()>& stop) {
+bool Generate(Engine& engine, std::span<Attempt> attempts, const std::function<bool()>& stop) {
   bool interrupted = false;
-  std::vector<Request> requests(readings.size());
-  for (size_t i = 0; i < readings.size(); ++i) {
-    Reading& reading = readings[i];
-    requests[i].prompt = reading.sample->tokens;
+  std::vector<Request> requests(attempts.size());
+  for (size_t i = 0; i < attempts.size(); ++i) {
+    Attempt& attempt = attempts[i];
+    requests[i].prompt = attempt.sample->tokens;
     requests[i].options.max_tokens = kNiahAnswerTokens;
     requests[i].options.sampler.temperature = 0;
-    requests[i].text = [&reading](std::string_view text) {
-      reading.record.answer += text;
-      reading.Look();
+    requests[i].text = [&attempt](std::string_view text) {
+      attempt.record.answer += text;
+      attempt.Look();
     };
-    requests[i].stop = [&reading, &interrupted, &stop] {
+    requests[i].stop = [&attempt, &interrupted, &stop] {
       interrupted = interrupted || stop();
-      return interrupted || reading.found_all();
+      return interrupted || attempt.found_all();
     };
   }
   const std::vector<GenerateResult> results =
-      GenerateAll(engine, std::move(requests), static_cast<int32_t>(readings.size()));
-  for (size_t i = 0; i < readings.size(); ++i) {
-    readings[i].Count(results[i].tokens_read);
+      GenerateAll(engine, std::move(requests), static_cast<int32_t>(attempts.size()));
+  for (size_t i = 0; i < attempts.size(); ++i) {
+    attempts[i].Count(results[i].tokens_read);
     // What a prompt took from another one counts as read: the record of a sample is the same in every batch.
-    const LayerSettings& attention = readings[i].record.attention;
-    readings[i].Count(CountTokensRead(engine.config(), attention, results[i].reused_tokens));
+    const LayerSettings& attention = attempts[i].record.attention;
+    attempts[i].Count(CountTokensRead(engine.config(), attention, results[i].reused_tokens));
   }
   return !interrupted;
 }
@@ -79,8 +79,8 @@ std::vector<bool> TokensOf(const Tokenizer& tokenizer, const std::string& answer
   return of;
 }
 
-// Reads the prompts with the right answers behind them. False: stopped.
-bool ReadAnswers(Engine& engine, std::span<Reading> readings, NiahScoring scoring, const std::function<bool()>& stop) {
+// Prefills the prompts with the right answers behind them. False: stopped.
+bool ScoreAnswers(Engine& engine, std::span<Attempt> attempts, NiahScoring scoring, const std::function<bool()>& stop) {
   struct Text {
     std::vector<int32_t> answer, tokens;  // tokens: those of prompt and answer but the last, which predicts nothing
     Sequence sequence;
@@ -89,9 +89,9 @@ bool ReadAnswers(Engine& engine, std::span<Reading> readings, NiahScoring scorin
   };
   const Tokenizer& tokenizer = engine.tokenizer();
   std::vector<Text> texts;
-  for (const Reading& reading : readings) {
-    std::vector<int32_t> answer = tokenizer.Encode(reading.sample->answer, SpecialTokens::kAsText);
-    std::vector<int32_t> tokens = reading.sample->tokens;
+  for (const Attempt& attempt : attempts) {
+    std::vector<int32_t> answer = tokenizer.Encode(attempt.sample->answer, SpecialTokens::kAsText);
+    std::vector<int32_t> tokens = attempt.sample->tokens;
     tokens.insert(tokens.end(), answer.begin(), answer.end() - 1);
     texts.push_back({std::move(answer), std::move(tokens), Sequence(engine.cache()), {}, {}});
   }
@@ -106,7 +106,7 @@ bool ReadAnswers(Engine& engine, std::span<Reading> readings, NiahScoring scorin
       const auto begin = static_cast<size_t>(text.sequence.length());
       const size_t count = std::min(text.tokens.size() - begin, rows);
       if (count == 0) continue;
-      const size_t wanted = std::max(begin, readings[i].sample->tokens.size() - 1);
+      const size_t wanted = std::max(begin, attempts[i].sample->tokens.size() - 1);
       items.push_back({&text.sequence, std::span(text.tokens).subspan(begin, count),
                        wanted < begin + count ? BatchItem::Logits::kAll : BatchItem::Logits::kNone,
                        static_cast<int32_t>(wanted - begin)});
@@ -121,12 +121,12 @@ bool ReadAnswers(Engine& engine, std::span<Reading> readings, NiahScoring scorin
       text.losses.push_back(logits.LogSumExp() - static_cast<double>(logits[right]));
       text.likeliest.push_back(logits.Likeliest(known));
     });
-    for (size_t i = 0; i < items.size(); ++i) readings[text_of[i]].Count(engine.decoder().step_tokens_read()[i]);
+    for (size_t i = 0; i < items.size(); ++i) attempts[text_of[i]].Count(engine.decoder().step_tokens_read()[i]);
   }
   for (size_t i = 0; i < texts.size(); ++i) {
     const Text& text = texts[i];
-    const NiahSample& sample = *readings[i].sample;
-    NiahRecord& record = readings[i].record;
+    const NiahSample& sample = *attempts[i].sample;
+    NiahRecord& record = attempts[i].record;
     record.answer = tokenizer.Decode(text.likeliest, false);
     const int32_t free = scoring == NiahScoring::kForced ? LeadingSpaces(tokenizer, text.answer) : 0;
     double loss = 0;
@@ -267,20 +267,20 @@ bool RunNiah(Engine& engine, const NiahPrompts& prompts, const NiahPlan& plan, N
     return true;
   });
 
-  // Those of the batch that lack the attention are read together.
+  // Those of the batch that lack the attention are prefilled together.
   const auto read = [&](const LayerSettings& attention, std::span<const NiahMissing> missing,
                         std::span<const NiahSample> samples) {
-    std::vector<Reading> readings;
+    std::vector<Attempt> attempts;
     double prompts_dense = 0;
     for (size_t i = 0; i < missing.size(); ++i) {
       const auto& lacks = missing[i].attentions;
       if (std::find(lacks.begin(), lacks.end(), &attention) == lacks.end()) continue;
-      readings.push_back({&samples[i], EmptyNiahRecord(missing[i].place, samples[i], attention)});
-      prompts_dense += static_cast<double>(DenseTokensRead(engine.config(), readings.back().record.tokens));
+      attempts.push_back({&samples[i], EmptyNiahRecord(missing[i].place, samples[i], attention)});
+      prompts_dense += static_cast<double>(DenseTokensRead(engine.config(), attempts.back().record.tokens));
     }
-    if (readings.empty()) return true;
+    if (attempts.empty()) return true;
     engine.SetAttention(attention);
-    const double tokens = static_cast<double>(missing.front().place.length) * static_cast<double>(readings.size());
+    const double tokens = static_cast<double>(missing.front().place.length) * static_cast<double>(attempts.size());
     const int64_t dense_before = engine.decoder().tokens_read().dense;
     const auto stop = [&] {
       // Dense attention reads the square of what the prompts have: this is the share of their tokens.
@@ -290,14 +290,14 @@ bool RunNiah(Engine& engine, const NiahPrompts& prompts, const NiahPlan& plan, N
       return callbacks.stop();
     };
     const auto start = std::chrono::steady_clock::now();
-    const bool answered = plan.scoring == NiahScoring::kReferences ? Generate(engine, readings, stop)
-                                                                   : ReadAnswers(engine, readings, plan.scoring, stop);
+    const bool answered = plan.scoring == NiahScoring::kReferences ? Generate(engine, attempts, stop)
+                                                                   : ScoreAnswers(engine, attempts, plan.scoring, stop);
     if (!answered) return false;
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    for (Reading& reading : readings) {
-      reading.record.seconds = seconds / static_cast<double>(readings.size());
-      callbacks.record(reading.record);
-      records.Add(std::move(reading.record), "this run");
+    for (Attempt& attempt : attempts) {
+      attempt.record.seconds = seconds / static_cast<double>(attempts.size());
+      callbacks.record(attempt.record);
+      records.Add(std::move(attempt.record), "this run");
       ++progress.done;
     }
     done_tokens += tokens;

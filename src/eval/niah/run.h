@@ -25,7 +25,7 @@ struct NiahPlan {
   std::vector<NiahConfiguration> configurations;
   int32_t samples = 100;
   int32_t shard = 0, shards = 1;  // this run has the samples i with i % shards == shard
-  int32_t batch = 0;              // samples that are read together; 0: as many as one step of the decoder reads
+  int32_t batch = 0;              // samples that are prefilled together; 0: as many as one step of the decoder holds
   NiahScoring scoring = NiahScoring::kReferences;
 };
 
@@ -58,7 +58,7 @@ struct NiahProgress {
 
 struct NiahCallbacks {
   std::function<void(const NiahProgress&)> progress;
-  std::function<void(const NiahRecord&)> record;  // each answer, as soon as its batch has been read
+  std::function<void(const NiahRecord&)> record;  // each answer, as soon as its batch is done
   std::function<bool()> stop;                     // asked before every step
 };
 
@@ -69,7 +69,7 @@ int32_t LeadingSpaces(const Tokenizer& tokenizer, std::span<const int32_t> answe
 bool NiahFound(std::string_view answer, std::string_view reference);
 
 // Answers that `records` lacks are computed, given to `callbacks.record` and added; a batch with all its configurations
-// before the next, so that an interrupted run has pairs. No more samples are read together than the engine's cache
+// before the next, so that an interrupted run has pairs. No more samples are prefilled together than the engine's cache
 // holds. False where it was stopped.
 bool RunNiah(Engine& engine, const NiahPrompts& prompts, const NiahPlan& plan, NiahRecords& records,
              const NiahCallbacks& callbacks);

@@ -69,7 +69,7 @@ class CudaBackend final : public ModelBackend {
   // A step that does not run as a whole.
   void SendStep();
 
-  // Nobody reads what the last layer gives where no logits are wanted: only its keys, values and representatives.
+  // What the last layer gives is not needed where no logits are wanted: only its keys, values and representatives.
   bool IsUnread(int32_t layer) const { return layer + 1 == config_.num_layers && rows_->wanted.empty(); }
 
   phsa::ForwardParams AttentionOf(int32_t layer, const StepGroup& group, int64_t page_table_stride);
@@ -329,7 +329,7 @@ bool CudaBackend::RunLayers(const StepRows& rows) {
     graph = &find();
   }
   FillRows(rows, host);
-  // Sequences of nothing: nothing is written for them, and nothing read.
+  // Padding sequences: nothing is stored for them, and nothing read.
   for (size_t i = used; i < seqs; ++i) {
     host.cache_rows[i] = host.flag_rows[i] = -1;
     host.tokens[i] = host.positions[i] = host.kv_lens[i] = 0;

@@ -118,7 +118,7 @@ struct RowsParams {
   float* cos_sin;             // [m][2][half]; angles in double precision: they are right at a million positions
   // Whether each row is punctuation goes into its page; null: the pages stay as they are.
   const uint8_t* flags;      // [m]
-  const int64_t* flag_rows;  // [m]: where in `pages`, in bytes; -1: a row of nothing
+  const int64_t* flag_rows;  // [m]: where in `pages`, in bytes; -1: a padding row
   uint8_t* pages;
 };
 cudaError_t PrepareRows(const RowsParams& params, cudaStream_t stream);
@@ -135,7 +135,7 @@ struct HeadsParams {
   bool f16;                   // what is written: f16, or bf16
   void* queries;              // [m][q head][head_dim]
   void *keys, *values;        // of the layer, in the first page
-  const int64_t* cache_rows;  // [m]: where a row's keys and values lie, in elements; -1: a row of nothing
+  const int64_t* cache_rows;  // [m]: where a row's keys and values lie, in elements; -1: a padding row
   int64_t cache_head_stride;  // elements
 };
 cudaError_t RopeAndAppend(const HeadsParams& params, cudaStream_t stream);
