@@ -24,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention/policies.h"
 #include "base/dtype.h"
 #include "phsa/attention.h"
 
@@ -243,7 +244,7 @@ class Session {
     slots_ = plan.SelectionSlots();
     rep_width_ = plan.RepWidth();
     rep_stride_ = plan.RepStride();
-    rep_span_ = c.settings.policy == Policy::kInfllm2_64 ? 32 : rep_stride_;
+    rep_span_ = RepRulesOf(c.settings).rep_span;
     LayOut();
     for (int32_t s = 0; s < c.num_seqs(); ++s) {
       const auto len = static_cast<size_t>(c.kv_lens[Index(s)]);
@@ -528,12 +529,12 @@ struct CaseLimits {
 
 inline Settings RandomSettings(Random* random, int32_t num_kv_heads) {
   Settings settings;
-  settings.policy =
-      OneOf(random, {Policy::kPhsa, Policy::kPhsa, Policy::kPhsa, Policy::kPhsa, Policy::kInfllm2, Policy::kInfllm2_64,
-                     Policy::kStreaming, Policy::kQuest, Policy::kQuest, Policy::kDense});
-  const bool pooled = settings.policy == Policy::kInfllm2_64;
-  settings.block_size = pooled ? 64 : OneOf(random, {16, 16, 16, 16, 32, 64});
-  const int32_t unit = pooled ? 16 : settings.block_size;
+  // Our own in four cases of ten, the others as often as each other.
+  const std::vector<Policy> policies = PoliciesThat(Runs);
+  const int32_t which = Uniform(random, 0, 10 * static_cast<int32_t>(policies.size()) - 1);
+  settings.policy = which % 10 < 4 ? kOwnPolicy : policies[static_cast<size_t>(which / 10)];
+  settings.block_size = BlockSizeOf(settings.policy, OneOf(random, {16, 16, 16, 16, 32, 64}));
+  const int32_t unit = BudgetUnit(settings.policy, settings.block_size);
   settings.init_tokens = Uniform(random, 0, 2) * unit;
   settings.local_tokens = OneOf(random, {0, 1, 1, 2, 5}) * unit;
   settings.top_k = OneOf(random, {0, 1, 1, 1, 2, 2, 3, 4, 8, 20});

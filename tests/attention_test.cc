@@ -542,7 +542,7 @@ TEST_F(Attention, ALongPromptInChunksGivesTheBitsOfOnePass) {
     c.kv_lens = {1209, 45};
     c.first = {0, 0};
     c.settings.policy = policy;
-    if (policy == Policy::kInfllm2_64) c.settings.block_size = 64;
+    c.settings.block_size = BlockSizeOf(policy, c.settings.block_size);
     c.settings.init_tokens = c.settings.local_tokens = 64;
     c.settings.top_k = 6;
     const AttentionData data = MakeData(c);
@@ -578,7 +578,7 @@ TEST_F(Attention, AFewQueriesOverALongCacheAgreeWithTheReference) {
       c.dtype = n++ % 3;
       c.group = 2;
       c.settings.policy = policy;
-      if (policy == Policy::kInfllm2_64) c.settings.block_size = 64;
+      c.settings.block_size = BlockSizeOf(policy, c.settings.block_size);
       c.settings.top_k = top_k;
       c.kv_lens = {12011};
       c.first = {12008};
@@ -604,7 +604,7 @@ TEST_F(Attention, AFewQueriesReadInPiecesByManyThreadsGiveTheBitsOfATileOfMany) 
     c.group = 3;
     c.num_kv_heads = 2;
     c.settings.policy = policy;
-    if (policy == Policy::kInfllm2_64) c.settings.block_size = 64;
+    c.settings.block_size = BlockSizeOf(policy, c.settings.block_size);
     c.settings.init_tokens = 128;
     c.settings.local_tokens = 512;
     c.settings.top_k = 40;  // two windows of chosen blocks
@@ -724,7 +724,7 @@ TEST_F(Attention, ADecodeBatchGivesTheBitsOfThePrefill) {
       c.group = 3;
       c.num_kv_heads = 2;
       c.settings.policy = policy;
-      c.settings.block_size = policy == Policy::kInfllm2_64 ? 64 : 16;
+      c.settings.block_size = BlockSizeOf(policy);
       c.settings.init_tokens = c.settings.local_tokens = c.settings.block_size;
       c.settings.top_k = 2;
       c.kv_lens = {1, 16, 130, 200, 33, 321};
@@ -827,7 +827,7 @@ TEST_F(Attention, PartsMeanNothingToPoliciesWithoutMeans) {
   Random random(32);
   for (const Policy policy : {Policy::kDense, Policy::kStreaming, Policy::kQuest, Policy::kInfllm2_64}) {
     AttentionCase c = RandomCase(&random, {.work = 2'000'000});
-    c.settings.block_size = policy == Policy::kInfllm2_64 ? 64 : 16;
+    c.settings.block_size = BlockSizeOf(policy);
     c.settings.dense_below = 0;
     SetPolicy(&c, policy);
     c.settings.parts = 1;
@@ -954,7 +954,7 @@ TEST_F(Attention, EqualScoresGoToTheLowerBlocks) {
         c.dtype = dtype;
         c.group = 2;
         c.settings.policy = policy;
-        c.settings.block_size = policy == Policy::kInfllm2_64 ? 64 : 16;
+        c.settings.block_size = BlockSizeOf(policy);
         c.settings.init_tokens = c.settings.local_tokens = c.settings.block_size;
         c.settings.top_k = 3;
         c.kv_lens = {41 * c.settings.block_size + 5};
@@ -1510,7 +1510,7 @@ TEST_F(Attention, GradientsAreTheSlopesOfTheForwardPass) {
     c.num_kv_heads = 2;
     c.group = 2;
     c.settings.policy = policy;
-    c.settings.block_size = policy == Policy::kInfllm2_64 ? 64 : 16;
+    c.settings.block_size = BlockSizeOf(policy);
     c.settings.init_tokens = c.settings.local_tokens = c.settings.block_size;
     c.settings.top_k = 2;
     c.kv_lens = {7 * c.settings.block_size + 3, 20};

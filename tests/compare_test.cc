@@ -20,9 +20,6 @@
 namespace phsa {
 namespace {
 
-const std::vector<Policy> kPolicies = {Policy::kDense,     Policy::kPhsa,       Policy::kInfllm2,
-                                       Policy::kStreaming, Policy::kInfllm2_64, Policy::kQuest};
-
 std::unique_ptr<Engine> MakeEngine(std::unique_ptr<FakeModel> model = std::make_unique<FakeModel>()) {
   return LoadedEngine(FakeOptions(1024, 64), std::move(model));
 }
@@ -64,7 +61,7 @@ AttentionFlops CountOneByOne(const Settings& settings, const ModelConfig& config
 
 TEST(Flops, AreThoseThatALoopOverAllProductsCounts) {
   ModelConfig config = FakeModel().config();
-  for (const Policy policy : kPolicies) {
+  for (const Policy policy : PoliciesThat(Runs)) {
     for (const int32_t top_k : {0, 3, 1000}) {
       for (const int32_t dense_below : {0, 128}) {
         for (const int32_t tokens : {1, 15, 16, 333, 640}) {
@@ -85,7 +82,7 @@ TEST(Flops, AreThoseThatALoopOverAllProductsCounts) {
 TEST(Flops, OfAttentionAreTheTokensThatARunRead) {
   const std::unique_ptr<Engine> engine = MakeEngine();
   const std::vector<int32_t> tokens = Tokens(700);
-  for (const Policy policy : kPolicies) {
+  for (const Policy policy : PoliciesThat(Runs)) {
     engine->SetAttention({SmallSettings(policy, 4), {}});
     const TokensRead before = engine->decoder().tokens_read();
     Session session(*engine);

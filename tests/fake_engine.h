@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention/policies.h"
 #include "engine/engine.h"
 #include "fake_model.h"
 
@@ -44,7 +45,7 @@ inline std::unique_ptr<Engine> LoadedEngine(const EngineOptions& options,
 inline Settings SmallSettings(Policy policy, int32_t top_k) {
   Settings settings;
   settings.policy = policy;
-  settings.block_size = policy == Policy::kInfllm2_64 ? 64 : 16;
+  settings.block_size = BlockSizeOf(policy);
   settings.init_tokens = settings.block_size;
   settings.local_tokens = 2 * settings.block_size;
   settings.top_k = top_k;

@@ -20,8 +20,7 @@
 namespace phsa {
 namespace {
 
-const std::vector<Policy> kSparse = {Policy::kPhsa, Policy::kInfllm2, Policy::kInfllm2_64, Policy::kQuest,
-                                     Policy::kStreaming};
+const std::vector<Policy> kSparse = PoliciesThat(IsSparse);
 
 std::unique_ptr<Engine> MakeEngine(const Settings& settings, int32_t chunk = 512,
                                    WeightsMode weights = WeightsMode::kF32) {
@@ -170,12 +169,12 @@ TEST(QueryBlocks, AgreeWithTheReference) {
     const std::vector<int32_t> chosen = reference::Select(method, scores, position);
     const std::vector<int32_t> read = reference::Tokens(method, chosen, position);
 
-    const QueryBlocks blocks = BlocksOf(settings, position);
+    const QueryBlocks blocks(settings, position);
     EXPECT_EQ(blocks.TokensRead(static_cast<int64_t>(chosen.size())), static_cast<int64_t>(read.size()));
-    EXPECT_EQ(blocks.reads_all, read.size() == static_cast<size_t>(position) + 1);
-    if (!blocks.dense && !chosen.empty()) {
-      EXPECT_EQ(blocks.init_end, chosen.front());  // all scores are equal: the lowest candidates
-      EXPECT_LT(chosen.back(), blocks.local_begin);
+    EXPECT_EQ(blocks.reads_all(), read.size() == static_cast<size_t>(position) + 1);
+    if (!blocks.dense() && !chosen.empty()) {
+      EXPECT_EQ(blocks.init_end(), chosen.front());  // all scores are equal: the lowest candidates
+      EXPECT_LT(chosen.back(), blocks.local_begin());
     }
   }
 }
@@ -366,7 +365,7 @@ TEST(InspectionHtml, HasTheChoices) {
       const auto& shown = data["queries"][i]["layers"][l];
       EXPECT_EQ(shown[0], 0);
       EXPECT_EQ(shown[1], 1);
-      EXPECT_EQ(shown[2], layer.blocks.local_begin);
+      EXPECT_EQ(shown[2], layer.blocks.local_begin());
       for (size_t h = 0; h < 2; ++h) {
         EXPECT_EQ(shown[4 + h][0].get<std::vector<int32_t>>(), layer.heads[h].blocks);
         for (size_t k = 0; k < 2; ++k) {

@@ -116,9 +116,9 @@ std::vector<double> Expected(Engine& engine, const std::vector<int32_t>& tokens,
     for (int32_t head = 0; head < config.num_q_heads; ++head) {
       const int32_t kv_head = head / (config.num_q_heads / config.num_kv_heads);
       const auto mass = [&](int32_t row, int32_t token) {
-        const QueryBlocks blocks = BlocksOf(attention.settings, row);
+        const QueryBlocks blocks(attention.settings, row);
         const int32_t block = token / attention.settings.block_size;
-        bool read = blocks.reads_all || block < blocks.init_end || block >= blocks.local_begin;
+        bool read = blocks.reads_all() || block < blocks.init_end() || block >= blocks.local_begin();
         const int32_t heads = attention.plan.SelectionHeads(), slots = attention.plan.SelectionSlots();
         for (int32_t slot = 0; slot < slots && p.selection != nullptr; ++slot) {
           const int64_t list = int64_t{row} * heads + head / (config.num_q_heads / heads);

@@ -89,6 +89,23 @@ typedef struct phsa_settings {
   int32_t survivors; /* with parts: blocks that the coarse level leaves for them, or top_k if that is more; 0: all */
 } phsa_settings;
 
+/* What a policy is, for those who show or check settings: 1 where a statement holds, else 0. */
+typedef struct phsa_policy_info {
+  uint32_t struct_size;
+  int32_t plans;       /* phsa_plan_create takes it; else only the reference computes it */
+  int32_t cuda;        /* plans for CUDA take it, too, where there are kernels (phsa_has_device) */
+  int32_t dense;       /* queries read everything; the other settings say nothing */
+  int32_t chooses;     /* queries choose blocks, by top_k and group_reduce */
+  int32_t parts;       /* parts and survivors say something */
+  int32_t weighs;      /* lambda and the set of punctuation say something */
+  int32_t plain_means; /* representatives are plain means: lambda is 1 */
+  int32_t block_size;  /* its only one; 0: 16, 32 or 64 */
+  const char* name;    /* in settings; both last as long as the library is loaded */
+  const char* label;   /* as reports write it */
+} phsa_policy_info;
+/* Of a phsa_policy; numbers from 0 up to the first that is refused are all there are. */
+PHSA_API phsa_status phsa_policy_describe(int32_t policy, phsa_policy_info* out);
+
 /* The settings of the paper for a context of that many tokens: `4k` up to 4096, `32k` above. Writes as much as
  * out->struct_size says, or all of this header's struct. */
 PHSA_API phsa_status phsa_settings_preset(int64_t context_tokens, phsa_settings* out);

@@ -1,4 +1,5 @@
 #include "model.h"
+#include "attention/policies.h"
 
 #include <unistd.h>
 
@@ -365,14 +366,9 @@ Inspection Model::Inspect(std::span<const int32_t> ids, int32_t last, int32_t ma
     ThrowInvalid("inspect: last is {}; the prompt has {} tokens", last, ids.size());
   }
   const LayerSettings& attention = engine_->options().attention;
-  bool dense = true;
-  for (int32_t layer = 0; layer < config().num_layers; ++layer) {
-    dense = dense && attention.ForLayer(layer).policy == Policy::kDense;
-  }
-  if (dense) {
-    ThrowInvalid(
-        "inspect: dense attention reads everything, so there is no choice to show; choose phsa, infllm2, infllm2-64, "
-        "quest or streaming (set_attention)");
+  if (IsDense(attention, config().num_layers)) {
+    ThrowInvalid("inspect: dense attention reads everything, so there is no choice to show; choose {} (set_attention)",
+                 PolicyNames(IsSparse, " or "));
   }
   GenerateChoice greedy;
   greedy.sampling.temperature = 0;

@@ -14,6 +14,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from . import _build, _library
+from .policies import TABLE
 from .settings import GROUP_REDUCES, POLICIES, Settings, _plain, default_scale
 
 try:
@@ -191,7 +192,7 @@ def _native_settings(
 
 def _selection_shape(q: Tensor, k: Tensor, policy: str, top_k: int, group_reduce: str) -> tuple[int, int, int]:
     heads = q.shape[1] if group_reduce == "none" else k.shape[1]
-    return q.shape[0], heads, 0 if policy in ("dense", "streaming") else top_k
+    return q.shape[0], heads, top_k if TABLE[policy].chooses else 0
 
 
 def _sequences(
@@ -1166,10 +1167,9 @@ def representatives(
     The rows of packed sequences follow each other; an incomplete block has none. For quest a row holds the maxima,
     then the minima, of the channels; for infllm2-64 there is a row every 16 tokens, the mean of 32.
     """
-    if policy in ("dense", "streaming"):
-        raise ValueError(
-            f"representatives: policy is {policy!r}, which has none; allowed: phsa, infllm2, infllm2-64, quest"
-        )
+    if policy in TABLE and not TABLE[policy].chooses:
+        allowed = ", ".join(one.name for one in TABLE.values() if one.chooses)
+        raise ValueError(f"representatives: policy is {policy!r}, which has none; allowed: {allowed}")
     if k.dim() != 3:
         raise ValueError(f"representatives: k has {k.dim()} dimensions; allowed: 3 (tokens, kv_heads, head_dim)")
     settings = _make_settings(policy, 1, lam, 0, 0, block, "sum", 0, head_lambda)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-POLICIES = ("dense", "phsa", "infllm2", "infllm2-64", "streaming", "quest")
+from .policies import OWN, TABLE
+
+POLICIES = tuple(TABLE)
 GROUP_REDUCES = ("sum", "max", "none")
 BLOCKS = (16, 32, 64)
 PARTS = (1, 2, 4, 8)
@@ -41,6 +43,10 @@ _PYTHON_NAMES = {name: python for python, name in _JSON_NAMES.items()}
 
 def _refuse(name: str, value: object, allowed: str) -> None:
     raise ValueError(f"settings: {name} is {value!r}; allowed: {allowed}")
+
+
+def is_dense(policy: object) -> bool:
+    return isinstance(policy, str) and policy in TABLE and TABLE[policy].dense
 
 
 def _plain(value: Any) -> Any:
@@ -73,7 +79,7 @@ class Settings:
     all), at least ``top_k``.
     """
 
-    policy: str = "phsa"
+    policy: str = OWN
     top_k: int = 16
     lam: float | tuple[float, ...] = 0.9
     init: int = 128
@@ -89,7 +95,7 @@ class Settings:
         for name in _JSON_NAMES:
             object.__setattr__(self, name, _plain(getattr(self, name)))
         if self.block is None:
-            object.__setattr__(self, "block", 64 if self.policy == "infllm2-64" else 16)
+            object.__setattr__(self, "block", TABLE[self.policy].block() if self.policy in POLICIES else 16)
         self._validate()
 
     def _validate(self) -> None:
@@ -97,12 +103,12 @@ class Settings:
             _refuse("policy", self.policy, ", ".join(POLICIES))
         if self.group_reduce not in GROUP_REDUCES:
             _refuse("group_reduce", self.group_reduce, ", ".join(GROUP_REDUCES))
-        if self.policy == "infllm2-64" and self.block != 64:
-            _refuse("block", self.block, "64 with infllm2-64")
+        policy = TABLE[self.policy]
+        if policy.block_size and self.block != policy.block_size:
+            _refuse("block", self.block, f"{policy.block_size} with {policy.name}")
         if self.block not in BLOCKS or isinstance(self.block, bool):
             _refuse("block", self.block, "16, 32, 64")
-        # infllm2-64 rounds init and local up to its blocks, so that it can be given the budgets of the others.
-        unit = 16 if self.policy == "infllm2-64" else self.block
+        unit = policy.budget_unit(self.block)
         for name, multiple in (("init", unit), ("local", unit), ("dense_below", self.block)):
             value = getattr(self, name)
             allowed = f"multiples of {multiple} from 0 to {MAX_TOKENS}"
@@ -135,7 +141,7 @@ class Settings:
     def needs_flags(self) -> bool:
         """Whether punctuation makes a difference."""
         lams = self.lam if isinstance(self.lam, tuple) else (self.lam,)
-        return self.policy == "phsa" and self.top_k > 0 and any(lam < 1 for lam in lams)
+        return TABLE[self.policy].weighs and self.top_k > 0 and any(lam < 1 for lam in lams)
 
     @staticmethod
     def preset(context: int, **changes: Any) -> Settings:
@@ -149,7 +155,8 @@ class Settings:
         if unknown:
             _refuse("a setting", sorted(unknown)[0], ", ".join(_JSON_NAMES))
         if changes.get("policy", self.policy) != self.policy and "block" not in changes:
-            changes["block"] = None if "infllm2-64" in (changes["policy"], self.policy) else self.block
+            own = any(TABLE[name].block_size for name in (changes["policy"], self.policy) if name in POLICIES)
+            changes["block"] = None if own else self.block
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
@@ -237,14 +244,17 @@ class _Merged:
         policy = changes.pop("policy", one.policy)
         if policy == one.policy or own_policy:
             return dataclasses.replace(one, **changes)
+        if policy not in POLICIES:
+            _refuse("policy", policy, ", ".join(POLICIES))
         # What belongs to a policy comes and goes with it.
-        means = ("infllm2", "infllm2-64")
-        if policy in means or one.policy in means:
-            changes.setdefault("lam", 1.0 if policy in means else self.preset.lam)
-        if "infllm2-64" in (policy, one.policy):
-            changes.setdefault("block", 64 if policy == "infllm2-64" else self.preset.block)
-        # Those of a model that attends densely by default are for whoever asks for phsa.
-        if one.policy != "dense" or (self.carries_dense and policy != "phsa"):
+        new, old = TABLE[policy], TABLE[one.policy]
+        if new.plain_means or old.plain_means:
+            changes.setdefault("lam", 1.0 if new.plain_means else self.preset.lam)
+        usual = self.preset.block or 16
+        if new.block(usual) != old.block(usual):
+            changes.setdefault("block", new.block(usual))
+        # Those of a model that attends densely by default are for whoever asks for the policy that they are for.
+        if not old.dense or (self.carries_dense and policy != OWN):
             for name in ("parts", "survivors"):
                 changes.setdefault(name, getattr(self.preset, name))
         return dataclasses.replace(one, policy=policy, **changes)
@@ -260,7 +270,7 @@ class _Merged:
             self.tested_tokens = tested
         values = _from_names(values, "")
         was = self.base.policy
-        if values.get("policy") == "dense":
+        if "policy" in values and is_dense(values["policy"]):
             self.layers = {}
         self.base = self._change(self.base, values)
         if layers is None:
@@ -342,19 +352,19 @@ def resolve(
     """
     merged = _Merged(Settings.preset(context, policy=policy))
     if carried:
-        merged.add({"policy": "phsa", **carried} if "attention" not in carried else carried)
-        merged.carries_dense = merged.base.policy == "dense"
+        merged.add({"policy": OWN, **carried} if "attention" not in carried else carried)
+        merged.carries_dense = is_dense(merged.base.policy)
     given = read_settings(settings)
     merged.add(given)
     arguments = {name: value for name, value in (arguments or {}).items() if value is not None}
     merged.add(with_preset(arguments))
     out = merged.finish()
-    if all(one.policy == "dense" for one in (out.base, *out.layers.values())):
+    if all(is_dense(one.policy) for one in (out.base, *out.layers.values())):
         named = [{*values} & {"policy", "attention"} for values in (given, arguments)]
         unused = {*arguments} - {"policy", "attention"} or ({*given} - {"tested_tokens"} if not any(named) else set())
         if unused:
             raise ValueError(
-                f"settings: {sorted(unused)[0]} has no effect: the attention is dense; name a policy, such as phsa, "
+                f"settings: {sorted(unused)[0]} has no effect: the attention is dense; name a policy, such as {OWN}, "
                 "or leave it out"
             )
     return out

@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import phsa
 from phsa import Settings, _build, _fallback, _library, ops
+from phsa.settings import POLICIES
 
 BACKENDS = ["cpu", "torch"]
 # The kernels have no float64; where PyTorch is tested, it leaves no room for near ties to turn.
 DTYPE = {"cpu": torch.float32, "torch": torch.float64}
-POLICIES = ["dense", "phsa", "infllm2", "infllm2-64", "streaming", "quest"]
 SMALL = {"top_k": 2, "lam": 0.6, "init": 16, "local": 32}
 
 

@@ -62,6 +62,16 @@ struct BlockRules {
   }
 };
 
+// Rows of representatives: row j covers tokens [j · rep_stride, j · rep_stride + rep_span).
+struct RepRules {
+  int32_t rep_stride = 16, rep_span = 16;
+
+  // Rows that exist once `tokens` tokens are there.
+  constexpr int32_t NumRepRows(int32_t tokens) const {
+    return tokens < rep_span ? 0 : (tokens - rep_span) / rep_stride + 1;
+  }
+};
+
 }  // namespace phsa
 
 #endif  // PHSA_ATTENTION_BLOCKS_H_

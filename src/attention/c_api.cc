@@ -7,6 +7,7 @@
 
 #include "attention/c_structs.h"
 #include "attention/cuda/backend.h"
+#include "attention/policies.h"
 #include "attention/targets.h"
 #include "base/errors.h"
 #include "phsa/attention.h"
@@ -125,6 +126,22 @@ using phsa::Given;
 using phsa::Guarded;
 
 extern "C" {
+
+phsa_status phsa_policy_describe(int32_t policy, phsa_policy_info* out) {
+  return Guarded([&] {
+    if (Given(out, "out").struct_size != sizeof(*out)) {
+      phsa::ThrowInvalid("policy: struct_size is {}; allowed: {} (use PHSA_INIT)", out->struct_size, sizeof(*out));
+    }
+    if (!phsa::IsPolicy(policy)) {
+      phsa::ThrowInvalid("policy: there is no policy {}; allowed: 0 to {}", policy, std::size(phsa::kPolicies) - 1);
+    }
+    const auto p = static_cast<phsa::Policy>(policy);
+    const phsa::PolicyRow& row = phsa::RowOf(p);
+    *out = {out->struct_size,  phsa::Runs(p),   phsa::RunsOnCuda(p),    phsa::IsDense(p), phsa::Chooses(p),
+            phsa::HasMeans(p), phsa::Weighs(p), phsa::HasPlainMeans(p), row.own_block,    row.name,
+            row.label};
+  });
+}
 
 phsa_status phsa_settings_preset(int64_t context_tokens, phsa_settings* out) {
   return Guarded([&] { phsa::Write(phsa::Settings::Preset(context_tokens), &Given(out, "out")); });

@@ -12,37 +12,19 @@
 namespace phsa {
 namespace {
 
-Representation RepresentationOf(Policy policy) {
-  switch (policy) {
-    case Policy::kPhsa:
-    case Policy::kInfllm2: return Representation::kMixedMean;
-    case Policy::kInfllm2_64: return Representation::kPooled;
-    case Policy::kQuest: return Representation::kBounds;
-    default: return Representation::kNone;
-  }
-}
-
 void TakeSettings(const Settings& settings, PlanImpl* plan) {
   Validate(settings);
-  if (settings.policy == Policy::kSepllm) {
-    throw Error(PHSA_UNSUPPORTED,
-                "plan: policy sepllm exists in the reference only; "
-                "allowed: dense, phsa, infllm2, infllm2-64, streaming, quest");
+  if (!Runs(settings.policy)) {
+    Throw(PHSA_UNSUPPORTED, "plan: policy {} exists in the reference only; allowed: {}", Name(settings.policy),
+          PolicyNames());
   }
   plan->settings = settings;
   plan->block = settings.block_size;
   static_cast<BlockRules&>(*plan) = RulesOf(settings);
-  plan->representation = RepresentationOf(settings.policy);
-  if (plan->representation == Representation::kMixedMean) plan->parts = settings.parts;
+  static_cast<RepRules&>(*plan) = RepRulesOf(settings);
+  plan->representation = RowOf(settings.policy).representation;
+  if (HasMeans(settings.policy)) plan->parts = settings.parts;
   plan->survivors = settings.survivors == 0 ? kMaxTokens : std::max(settings.survivors, plan->top_k);
-  if (plan->representation == Representation::kPooled) {
-    plan->rep_stride = kPoolStride;
-    plan->rep_span = kPoolSize;
-  } else {
-    // Where blocks are chosen by their parts alone, those are what is kept; survivors need one mean a block first.
-    const bool parts = plan->parts > 1 && settings.survivors == 0;
-    plan->rep_stride = plan->rep_span = parts ? plan->block / plan->parts : plan->block;
-  }
 }
 
 // A window is local attention cut off at a token and not at a block.
@@ -51,7 +33,7 @@ void TakeWindow(const PlanDesc& desc, PlanImpl* plan) {
   if (desc.window < 0 || desc.window > kMaxTokens) {
     ThrowInvalid("plan: window is {}; allowed: 0 (no limit) to {}", desc.window, kMaxTokens);
   }
-  if (desc.settings.policy != Policy::kDense) {
+  if (IsSparse(desc.settings.policy)) {
     Throw(PHSA_UNSUPPORTED, "plan: window is {} with the policy {}; a window takes dense", desc.window,
           Name(desc.settings.policy));
   }
@@ -107,8 +89,7 @@ void TakeHeads(const PlanDesc& desc, PlanImpl* plan) {
   }
   plan->lambda = settings.head_lambda;
   plan->lambda.resize(desc.num_kv_heads, settings.lambda);
-  // Mean pooling is what makes infllm2 infllm2: a lambda left over from another policy must not change it.
-  if (settings.policy == Policy::kInfllm2) plan->lambda.assign(desc.num_kv_heads, 1.0f);
+  if (HasPlainMeans(settings.policy)) plan->lambda.assign(desc.num_kv_heads, 1.0f);
 }
 
 void TakeSequences(const PlanDesc& desc, PlanImpl* plan) {
@@ -210,17 +191,6 @@ void RepresentOnCpu(const PlanImpl& plan, const ForwardParams& params) {
 }
 
 }  // namespace
-
-BlockRules RulesOf(const Settings& settings) {
-  BlockRules rules;
-  rules.init_blocks = BlocksFor(settings.init_tokens, settings.block_size);
-  rules.local_blocks = BlocksFor(settings.local_tokens, settings.block_size);
-  // With K = 0 nothing is chosen, so nothing need be represented or scored: that is `streaming` by another name.
-  rules.top_k = RepresentationOf(settings.policy) == Representation::kNone ? 0 : settings.top_k;
-  rules.dense_blocks =
-      settings.policy == Policy::kDense ? kDenseEverywhere : BlocksFor(settings.dense_below, settings.block_size);
-  return rules;
-}
 
 Plan::Plan(const PlanDesc& desc) {
   auto plan = std::make_unique<PlanImpl>();

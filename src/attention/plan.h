@@ -8,21 +8,10 @@
 #include <vector>
 
 #include "attention/blocks.h"
+#include "attention/policies.h"
 #include "phsa/attention.h"
 
 namespace phsa {
-
-// How a policy represents blocks and scores them. The policies differ in this data and nowhere else.
-enum class Representation {
-  kNone,       // nothing is chosen: dense, streaming
-  kMixedMean,  // lambda · mean + (1 - lambda) · mean of the punctuation keys: phsa, infllm2 (lambda = 1)
-  kPooled,     // mean of 32 keys every 16, max-pooled onto the 64-token blocks: infllm2-64
-  kBounds,     // per-channel maximum, then minimum: quest
-};
-
-// infllm2-64's pooling: entry j covers tokens [16j, 16j + 32); block B takes the best of entries 4B-1 … 4B+3.
-inline constexpr int32_t kPoolStride = 16;
-inline constexpr int32_t kPoolSize = 32;
 
 // With parts, a block is chosen in two levels. Coarse: the rows of reps, as without parts, leave the best `survivors`
 // candidates. Fine: a head's softmax runs over the parts of init, local and surviving blocks, and a block's value is
@@ -43,7 +32,7 @@ struct PlanSequence {
   int32_t first_position() const { return kv_len - q_len; }
 };
 
-struct PlanImpl : BlockRules {
+struct PlanImpl : BlockRules, RepRules {
   Settings settings;
   Representation representation = Representation::kNone;
   int32_t dtype = PHSA_F32;
@@ -58,12 +47,10 @@ struct PlanImpl : BlockRules {
   int32_t max_kv_len = 0;
   bool self_attention = true;  // q_len = kv_len everywhere
 
-  int32_t block = 16;       // tokens per selection block
-  int32_t parts = 1;        // representatives of a block by which it is chosen
-  int32_t survivors = 0;    // with parts: blocks that the rows of reps leave for them, at least top_k
-  int32_t rep_stride = 16;  // tokens between the starts of two rows of reps
-  int32_t rep_span = 16;    // tokens that one row of reps covers
-  int32_t rep_width = 0;    // elements of a row and KV head
+  int32_t block = 16;     // tokens per selection block
+  int32_t parts = 1;      // representatives of a block by which it is chosen
+  int32_t survivors = 0;  // with parts: blocks that the rows of reps leave for them, at least top_k
+  int32_t rep_width = 0;  // elements of a row and KV head
   int32_t selection_heads = 0;
   std::vector<float> lambda;  // [num_kv_heads]
 
@@ -73,8 +60,6 @@ struct PlanImpl : BlockRules {
   // Whether the rows of reps are the blocks' parts. Else parts are made from the keys of what survives.
   bool PartsInReps() const { return parts > 1 && rep_span < block; }
   int32_t rows_of_group() const { return num_q_heads / selection_heads; }  // query heads that share a choice
-  // Rows of reps that exist once `tokens` tokens are there.
-  int32_t NumRepRows(int32_t tokens) const { return tokens < rep_span ? 0 : (tokens - rep_span) / rep_stride + 1; }
   // Rows of reps that a query of block b may see: those whose last token lies before block b.
   int32_t VisibleRepRows(int32_t b) const { return NumRepRows(b * block); }
 };
@@ -117,9 +102,6 @@ struct Backend {
   void (*forward)(const PlanImpl& plan, const ForwardParams& params);
   void (*backward)(const PlanImpl& plan, const BackwardParams& params);
 };
-
-// The blocks that these settings have every query read and choose from. Settings of a plan have been validated.
-BlockRules RulesOf(const Settings& settings);
 
 // Throws phsa::Error where a list leaves the candidates.
 void CheckSelection(const PlanImpl& plan, const int32_t* selection, const char* where);

@@ -27,22 +27,19 @@ constexpr size_t kMaxPunctuation = 4096, kMaxPunctuationIds = 16384;
 constexpr std::string_view kIds = "ids:";  // what a list of ids is in Settings::punctuation: "ids:11,13"
 constexpr int kMaxDepth = 4;               // the root, "layers", one override, its list of lambdas
 
-constexpr Policy kPolicies[] = {Policy::kDense,     Policy::kPhsa,  Policy::kInfllm2, Policy::kInfllm2_64,
-                                Policy::kStreaming, Policy::kQuest, Policy::kSepllm};
 constexpr GroupReduce kGroupReduces[] = {GroupReduce::kSum, GroupReduce::kMax, GroupReduce::kNone};
 
-constexpr const char* kPolicyNames = "dense, phsa, infllm2, infllm2-64, streaming, quest, sepllm";
 constexpr const char* kGroupReduceNames = "sum, max, none";
 constexpr const char* kParts = "1, 2, 4, 8";
 constexpr const char* kKeys =
     "attention, block_size, init_tokens, local_tokens, top_k, lambda, group_reduce, dense_below, "
     "parts, survivors, punctuation";
 
-std::optional<Policy> FindPolicy(std::string_view name) {
-  for (const Policy policy : kPolicies) {
-    if (name == Name(policy)) return policy;
-  }
-  return std::nullopt;
+// With those that only the reference computes: settings name them, plans refuse them.
+std::string AllPolicyNames() {
+  std::string names;
+  for (const PolicyRow& row : kPolicies) names += (names.empty() ? "" : ", ") + std::string(row.name);
+  return names;
 }
 
 std::optional<GroupReduce> FindGroupReduce(std::string_view name) {
@@ -117,12 +114,13 @@ Settings ReadSettings(const Json& object, const Settings& base, const std::strin
   for (const auto& [key, value] : object.items()) {
     const std::string where = Where(place, key);
     if (key == "attention") {
-      const std::string& name = ReadString(value, where, kPolicyNames);
-      const std::optional<Policy> policy = FindPolicy(name);
-      if (!policy) ThrowInvalid("settings: {} is {}; allowed: {}", where, Quoted(name), kPolicyNames);
-      out.policy = *policy;
-      // The policy has one block size: nobody should have to spell it out.
-      if (*policy == Policy::kInfllm2_64 && !object.contains("block_size")) out.block_size = 64;
+      const std::string allowed = AllPolicyNames();
+      const std::string& name = ReadString(value, where, allowed.c_str());
+      const PolicyRow* const row = FindPolicy(name);
+      if (row == nullptr) ThrowInvalid("settings: {} is {}; allowed: {}", where, Quoted(name), allowed);
+      out.policy = row->policy;
+      // Where the policy has one block size, nobody should have to spell it out.
+      if (!object.contains("block_size")) out.block_size = BlockSizeOf(out.policy, out.block_size);
     } else if (key == "block_size") {
       out.block_size = ReadInt(value, where, "16, 32, 64");
     } else if (key == "init_tokens") {
@@ -258,18 +256,7 @@ OrderedJson ToJson(const Settings& settings) {
 
 }  // namespace
 
-const char* Name(Policy policy) {
-  switch (policy) {
-    case Policy::kDense: return "dense";
-    case Policy::kPhsa: return "phsa";
-    case Policy::kInfllm2: return "infllm2";
-    case Policy::kInfllm2_64: return "infllm2-64";
-    case Policy::kStreaming: return "streaming";
-    case Policy::kQuest: return "quest";
-    case Policy::kSepllm: return "sepllm";
-  }
-  return "unknown";
-}
+const char* Name(Policy policy) { return IsPolicy(static_cast<int32_t>(policy)) ? RowOf(policy).name : "unknown"; }
 
 const char* Name(GroupReduce reduce) {
   switch (reduce) {
@@ -281,9 +268,9 @@ const char* Name(GroupReduce reduce) {
 }
 
 Policy PolicyFromName(std::string_view name) {
-  const std::optional<Policy> policy = FindPolicy(name);
-  if (!policy) ThrowInvalid("settings: attention is {}; allowed: {}", Quoted(name), kPolicyNames);
-  return *policy;
+  const PolicyRow* const row = FindPolicy(name);
+  if (row == nullptr) ThrowInvalid("settings: attention is {}; allowed: {}", Quoted(name), AllPolicyNames());
+  return row->policy;
 }
 
 GroupReduce GroupReduceFromName(std::string_view name) {
@@ -305,9 +292,8 @@ Settings Settings::Preset(int64_t context_tokens) {
 // head_lambda has no length here: phsa_plan_create, which knows the number of KV heads, copies it.
 Settings Settings::FromC(const phsa_settings& given) {
   const phsa_settings c = Widened(given, {offsetof(phsa_settings, parts)}, "settings");
-  if (c.policy < PHSA_POLICY_DENSE || c.policy > PHSA_POLICY_SEPLLM) {
-    ThrowInvalid("settings: policy is {}; allowed: {} to {} ({})", c.policy, static_cast<int>(PHSA_POLICY_DENSE),
-                 static_cast<int>(PHSA_POLICY_SEPLLM), kPolicyNames);
+  if (!IsPolicy(c.policy)) {
+    ThrowInvalid("settings: policy is {}; allowed: 0 to {} ({})", c.policy, std::size(kPolicies) - 1, AllPolicyNames());
   }
   if (c.group_reduce < PHSA_GROUP_SUM || c.group_reduce > PHSA_GROUP_NONE) {
     ThrowInvalid("settings: group_reduce is {}; allowed: {} to {} ({})", c.group_reduce,
@@ -328,22 +314,23 @@ Settings Settings::FromC(const phsa_settings& given) {
 }
 
 void Validate(const Settings& settings) {
-  if (!FindPolicy(Name(settings.policy))) {
-    ThrowInvalid("settings: attention is {}; allowed: {}", static_cast<int32_t>(settings.policy), kPolicyNames);
+  if (!IsPolicy(static_cast<int32_t>(settings.policy))) {
+    ThrowInvalid("settings: attention is {}; allowed: {}", static_cast<int32_t>(settings.policy), AllPolicyNames());
   }
   if (!FindGroupReduce(Name(settings.group_reduce))) {
     ThrowInvalid("settings: group_reduce is {}; allowed: {}", static_cast<int32_t>(settings.group_reduce),
                  kGroupReduceNames);
   }
   const int32_t block = settings.block_size;
-  const bool pooled = settings.policy == Policy::kInfllm2_64;
-  if (pooled && block != 64) ThrowInvalid("settings: block_size is {}; allowed with infllm2-64: 64", block);
+  if (const int32_t own = BlockSizeOf(settings.policy, block); block != own) {
+    ThrowInvalid("settings: block_size is {}; allowed with {}: {}", block, Name(settings.policy), own);
+  }
   if (block != 16 && block != 32 && block != 64) {
     ThrowInvalid("settings: block_size is {}; allowed: 16, 32, 64", block);
   }
-  // infllm2-64 rounds init and local up to its blocks, so that the budgets of the other policies can be given to it.
-  CheckTokens("init_tokens", settings.init_tokens, pooled ? 16 : block);
-  CheckTokens("local_tokens", settings.local_tokens, pooled ? 16 : block);
+  const int32_t unit = BudgetUnit(settings.policy, block);
+  CheckTokens("init_tokens", settings.init_tokens, unit);
+  CheckTokens("local_tokens", settings.local_tokens, unit);
   CheckTokens("dense_below", settings.dense_below, block);
   if (settings.top_k < 0 || settings.top_k > kMaxTopK) {
     ThrowInvalid("settings: top_k is {}; allowed: 0 to {}", settings.top_k, kMaxTopK);

@@ -1,6 +1,7 @@
 // `phsa bench`: speed of prefill (pp) and decode (tg), at several lengths and depths.
 #include <algorithm>
 
+#include "attention/policies.h"
 #include "base/errors.h"
 #include "cli/budget_json.h"
 #include "cli/commands.h"

@@ -2,6 +2,7 @@
 #ifndef PHSA_CLI_BUDGET_JSON_H_
 #define PHSA_CLI_BUDGET_JSON_H_
 
+#include "attention/policies.h"
 #include "base/as_given.h"
 #include "engine/attention_choice.h"
 
@@ -14,7 +15,7 @@ void AddBudget(const Settings& settings, Json* line) {
     (*line)["parts"] = settings.parts;
     (*line)["survivors"] = settings.survivors;
   }
-  if (settings.policy != Policy::kPhsa) return;
+  if (!Weighs(settings.policy)) return;
   Json& lambda = (*line)["lambda"];
   lambda = AsGiven(settings.lambda);
   if (settings.head_lambda.empty()) return;

@@ -1,5 +1,6 @@
 // `phsa compare`: one model with several ways to attend, measured and told in one report.
 #include "eval/compare.h"
+#include "attention/policies.h"
 
 #include <fmt/chrono.h>
 
@@ -18,7 +19,6 @@
 #include "cli/prompt.h"
 #include "cli/terminal.h"
 #include "eval/compare_report.h"
-#include "eval/query_blocks.h"
 
 namespace phsa {
 extern const std::string_view kBuiltInHaystack;  // made from the text by the build
@@ -148,11 +148,7 @@ std::vector<int32_t> Fitting(std::vector<int32_t> wanted, int32_t most) {
 
 // As a report calls them.
 std::string PolicyLabel(const std::string& flag, const Settings& settings) {
-  std::string label = Name(settings.policy);
-  if (settings.policy == Policy::kPhsa) label = "PHSA";
-  if (settings.policy == Policy::kInfllm2) label = "InfLLM v2";
-  if (settings.policy == Policy::kInfllm2_64) label = "InfLLM v2 (64)";
-  if (settings.policy == Policy::kQuest) label = "Quest";
+  std::string label = RowOf(settings.policy).label;
   if (Chooses(settings.policy)) label += fmt::format(" K={}", settings.top_k);
   return flag == "auto" ? fmt::format("auto ({})", label) : label;
 }
@@ -344,7 +340,11 @@ void AddCompareCommand(CLI::App& app) {
   CLI::App* const command =
       app.add_subcommand("compare", "speed, needles, perplexity and recall of several attentions in one report");
   auto flags = std::make_shared<CompareFlags>();
-  flags->attention.policies = {"dense", "infllm2", "phsa"};
+  std::vector<Policy> compared =
+      PoliciesThat([](Policy policy) { return RowOf(policy).baseline || policy == kOwnPolicy; });
+  std::sort(compared.begin(), compared.end(), [](Policy a, Policy b) { return RowOf(a).rank < RowOf(b).rank; });
+  flags->attention.policies.clear();
+  for (const Policy policy : compared) flags->attention.policies.emplace_back(Name(policy));
   flags->flops_lengths = {"4k", "8k", "16k", "32k", "64k", "128k"};
   AddModelFlags(*command, flags->model);
   command->add_option("--sections", flags->parts, "what is measured: answers, speed, niah, perplexity, recall, flops")

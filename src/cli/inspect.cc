@@ -1,5 +1,6 @@
 // `phsa inspect`: which blocks of a text the attention read.
 #include "eval/inspect.h"
+#include "attention/policies.h"
 
 #include <optional>
 
@@ -32,19 +33,14 @@ LayerSettings Attention(const InspectFlags& flags, const ModelConfig& config, in
   AttentionFlags attention = flags.attention;
   const bool is_auto = attention.policies == std::vector<std::string>{"auto"};
   if (is_auto && config.phsa_settings.empty() && attention.config_file.empty()) {
-    attention.policies = {"phsa"};
-    Note("attention: phsa, as the model carries no settings and dense attention chooses nothing");
+    attention.policies = {Name(kOwnPolicy)};
+    Note("attention: {}, as the model carries no settings and dense attention chooses nothing", Name(kOwnPolicy));
   }
   const std::vector<LayerSettings> all = AttentionSettings(attention, config, context);
   if (all.size() != 1) ThrowInvalid("inspect: one --attention and one -K; `phsa perplexity --recall` takes lists");
-  bool dense = true;
-  for (int32_t layer = 0; layer < config.num_layers; ++layer) {
-    dense = dense && all.front().ForLayer(layer).policy == Policy::kDense;
-  }
-  if (dense) {
-    ThrowInvalid(
-        "inspect: dense attention reads everything, so there is no choice to show; give --attention phsa, "
-        "infllm2, infllm2-64, quest or streaming");
+  if (IsDense(all.front(), config.num_layers)) {
+    ThrowInvalid("inspect: dense attention reads everything, so there is no choice to show; give --attention {}",
+                 PolicyNames(IsSparse, " or "));
   }
   return all.front();
 }

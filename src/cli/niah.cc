@@ -4,6 +4,7 @@
 #include <map>
 #include <optional>
 
+#include "attention/policies.h"
 #include "base/errors.h"
 #include "cli/commands.h"
 #include "cli/options.h"
@@ -87,7 +88,7 @@ std::vector<NamedAttention> Attentions(const NiahFlags& flags, const ModelConfig
     one.policies = {policy};
     const Policy resolved = SomeAttentionSettings(one, config, length).front().base.policy;
     // A list sweeps PHSA alone: λ = 1 is what the other methods are.
-    if (resolved != Policy::kPhsa || flags.lambdas.empty()) {
+    if (!Weighs(resolved) || flags.lambdas.empty()) {
       add(one);
       continue;
     }

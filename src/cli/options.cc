@@ -6,12 +6,12 @@
 #include <limits>
 #include <thread>
 
+#include "attention/policies.h"
 #include "base/errors.h"
 #include "base/mapped_file.h"
 #include "cli/terminal.h"
 #include "engine/attention_choice.h"
 #include "engine/speculation.h"
-#include "eval/query_blocks.h"
 #include "grammar/grammar.h"
 #include "io/model_store.h"
 #include "tokenizer/utf8_scan.h"
@@ -54,8 +54,7 @@ void AddAttentionFlags(CLI::App& command, AttentionFlags& flags) {
   const std::string group = "Attention";
   command
       .add_option("--attention", flags.policies,
-                  "auto (the settings of the model or its adapter, else dense), dense, phsa, infllm2, infllm2-64, "
-                  "streaming, quest")
+                  "auto (the settings of the model or its adapter, else dense), " + PolicyNames())
       ->delimiter(',')
       ->group(group);
   command.add_option("-K,--attention-top-k", flags.top_k, "blocks that a query chooses (16)")
@@ -264,7 +263,7 @@ void LoadEngine(Engine& engine) {
 }
 
 void HintAtPhsa(const AttentionFlags& flags, const LayerSettings& chosen, size_t prompt_tokens) {
-  if (flags.policies.front() != "auto" || chosen.base.policy != Policy::kDense || prompt_tokens <= kCrossover) return;
+  if (flags.policies.front() != "auto" || !IsDense(chosen.base) || prompt_tokens <= kCrossover) return;
   Note(
       "attention: dense, as the model carries no settings for PHSA; --attention phsa has a faster prefill of long "
       "texts, and an untrained model's answer may change");

@@ -1,5 +1,6 @@
 // `phsa perplexity`: how well the model predicts a text.
 #include "eval/perplexity.h"
+#include "attention/policies.h"
 
 #include <nlohmann/json.hpp>
 

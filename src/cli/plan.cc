@@ -2,6 +2,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "attention/policies.h"
 #include "base/dtype.h"
 #include "base/errors.h"
 #include "cli/commands.h"
@@ -53,8 +54,7 @@ void RunPlan(const PlanFlags& flags) {
   options.kv_dtype = KvTypeFromName(flags.kv_type);
   options.weight_dtype = KvTypeFromName(flags.weights);
   const LayerSettings attention = AttentionSettings(flags.attention, config, options.context).front();
-  LayerSettings dense;
-  dense.base.policy = Policy::kDense;
+  const LayerSettings dense{DenseSettings(), {}};
   const ServingPlan full = PlanServing(*source, dense, options), sparse = PlanServing(*source, attention, options);
   const uint64_t full_read = full.read_key_values, sparse_read = sparse.read_key_values + sparse.read_representatives;
   if (flags.json) {

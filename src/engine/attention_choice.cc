@@ -6,6 +6,7 @@
 #include <map>
 #include <vector>
 
+#include "attention/policies.h"
 #include "base/as_given.h"
 #include "base/errors.h"
 #include "base/nearest.h"
@@ -15,7 +16,8 @@
 namespace phsa {
 namespace {
 
-bool IsMean(const Json& policy) { return policy == "infllm2" || policy == "infllm2-64"; }
+// Of an object that SettingsFromJson takes and that names one.
+Policy PolicyOf(const Json& settings) { return PolicyFromName(settings["attention"].get_ref<const std::string&>()); }
 
 // Settings as they grow from source to source: each object has all keys.
 struct Merged {
@@ -24,24 +26,25 @@ struct Merged {
   Json base = preset;
   std::map<std::string, Json> layers;  // by layer or range, as the source has them
 
-  void SetPolicy(const Json& policy, Json& one) const {
-    const Json was = one["attention"];
+  void SetPolicy(Policy policy, Json& one) const {
+    const Policy was = PolicyOf(one);
     if (policy == was) return;
-    one["attention"] = policy;
+    one["attention"] = Name(policy);
     // What belongs to a policy comes and goes with it.
-    if (policy == "infllm2-64" || was == "infllm2-64") {
-      one["block_size"] = policy == "infllm2-64" ? Json(64) : preset["block_size"];
-    }
-    // Those of a model that attends densely by default are for whoever asks for phsa.
-    if (was != "dense" || (carries_dense && policy != "phsa")) {
+    const int32_t usual = preset["block_size"];
+    if (BlockSizeOf(policy, usual) != BlockSizeOf(was, usual)) one["block_size"] = BlockSizeOf(policy, usual);
+    // Those of a model that attends densely by default are for whoever asks for the policy that they are for.
+    if (IsSparse(was) || (carries_dense && policy != kOwnPolicy)) {
       one["parts"] = preset["parts"];
       one["survivors"] = preset["survivors"];
     }
-    if (IsMean(policy) || IsMean(was)) one["lambda"] = IsMean(policy) ? Json(1) : preset["lambda"];
+    if (HasPlainMeans(policy) || HasPlainMeans(was)) {
+      one["lambda"] = HasPlainMeans(policy) ? Json(1) : preset["lambda"];
+    }
   }
 
   void Change(const Json& source, bool own_policy, Json& one) const {
-    if (source.contains("attention") && !own_policy) SetPolicy(source["attention"], one);
+    if (source.contains("attention") && !own_policy) SetPolicy(PolicyOf(source), one);
     for (const auto& [key, value] : source.items()) {
       if (key != "attention" && key != "layers" && key != "tested_tokens") one[key] = value;
     }
@@ -50,7 +53,7 @@ struct Merged {
   // `source` is one that SettingsFromJson takes.
   void Add(const Json& source) {
     const Json was = base["attention"];
-    if (source.contains("attention") && source["attention"] == "dense") layers.clear();
+    if (source.contains("attention") && IsDense(PolicyOf(source))) layers.clear();
     Change(source, false, base);
     if (!source.contains("layers")) {
       for (auto& [range, one] : layers) Change(source, one["attention"] != was, one);
@@ -79,8 +82,7 @@ Json Parse(const std::string& json) {
 // Of the policies, those that the engine runs.
 void CheckPolicy(const std::string& name) {
   std::vector<std::string> names = {"auto"};
-  for (const Policy policy :
-       {Policy::kDense, Policy::kPhsa, Policy::kInfllm2, Policy::kInfllm2_64, Policy::kStreaming, Policy::kQuest}) {
+  for (const Policy policy : PoliciesThat(Runs)) {
     if (name == Name(policy)) return;
     names.emplace_back(Name(policy));
   }
@@ -92,7 +94,7 @@ void CheckPolicy(const std::string& name) {
 // it.
 Json ParseCarried(const std::string& json, bool own_punctuation) {
   Json carried = Parse(json);
-  if (!carried.contains("attention")) carried["attention"] = "phsa";
+  if (!carried.contains("attention")) carried["attention"] = Name(kOwnPolicy);
   const std::vector<std::string> sets = PunctuationSetNames();
   const auto check = [&](Json& one) {
     if (own_punctuation) one.erase("punctuation");
@@ -126,10 +128,14 @@ Json PresetOf(const std::string& name) {
                fmt::join(names, ", "));
 }
 
+bool NamesDense(const AttentionChoice& choice) {
+  return choice.policy != "auto" && IsDense(PolicyFromName(choice.policy));
+}
+
 Json FlagsOf(const AttentionChoice& choice) {
   Json flags = Json::object();
   if (choice.policy != "auto") flags["attention"] = choice.policy;
-  if (choice.policy == "dense") return flags;
+  if (NamesDense(choice)) return flags;
   const auto add = [&](const char* key, const auto& value) {
     if (value) flags[key] = *value;
   };
@@ -146,8 +152,6 @@ Json FlagsOf(const AttentionChoice& choice) {
   return flags;
 }
 
-bool IsSparse(const Settings& settings) { return settings.policy != Policy::kDense; }
-
 template <class Predicate>
 bool AnyLayer(const LayerSettings& settings, const Predicate& predicate) {
   return predicate(settings.base) || std::any_of(settings.layers.begin(), settings.layers.end(),
@@ -155,84 +159,73 @@ bool AnyLayer(const LayerSettings& settings, const Predicate& predicate) {
 }
 
 LayerSettings Resolve(const AttentionChoice& choice, const ModelConfig& config, int64_t context) {
-  Settings preset = Settings::Preset(context);
-  preset.policy = Policy::kDense;
-  Merged merged{Json::parse(SettingsToJson(preset))};
+  Merged merged{Json::parse(SettingsToJson(DenseSettings(Settings::Preset(context))))};
   if (choice.policy != "auto") CheckPolicy(choice.policy);  // before anything else is read: it lists the names
   Json file = choice.config_json.empty() ? Json::object() : Parse(choice.config_json);
   const bool own_punctuation = !choice.punctuation.empty() || file.contains("punctuation");
   if (!config.phsa_settings.empty()) {
     const Json carried = ParseCarried(config.phsa_settings, own_punctuation);
     merged.Add(carried);
-    merged.carries_dense = carried["attention"] == "dense";
+    merged.carries_dense = IsDense(PolicyOf(carried));
   }
   merged.Add(file);
-  Json flags = choice.preset.empty() || choice.policy == "dense" ? Json::object() : PresetOf(choice.preset);
+  Json flags = choice.preset.empty() || NamesDense(choice) ? Json::object() : PresetOf(choice.preset);
   flags.update(FlagsOf(choice));
   merged.Add(flags);
   LayerSettings settings = merged.Finish();
   file.erase("tested_tokens");
-  if (!file.empty() && !file.contains("attention") && choice.policy == "auto" && !AnyLayer(settings, IsSparse)) {
+  if (!file.empty() && !file.contains("attention") && choice.policy == "auto" && IsDense(settings)) {
     ThrowInvalid(
         "settings: {} has no effect: no policy is named, the model carries none, and the attention is dense; add "
-        "\"attention\": \"phsa\"",
-        file.items().begin().key());
+        "\"attention\": \"{}\"",
+        file.items().begin().key(), Name(kOwnPolicy));
   }
   return settings;
 }
 
 }  // namespace
 
-bool HasMeans(Policy policy) { return policy == Policy::kPhsa || policy == Policy::kInfllm2; }
-
-bool Chooses(Policy policy) { return policy != Policy::kDense && policy != Policy::kStreaming; }
-
 LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig& config, int64_t context) {
   LayerSettings settings = Resolve(choice, config, context);
   // A layer with a window keeps it: nothing is chosen there, and reports shall not say otherwise.
   for (int32_t layer = 0; layer < config.num_layers; ++layer) {
     if (config.Layer(layer).window == 0) continue;
-    Settings& own = settings.layers[layer] = settings.base;
-    own.policy = Policy::kDense;
+    settings.layers[layer] = DenseSettings(settings.base);
   }
   // Layers that differ in what dense attention does not look at are none.
-  if (!AnyLayer(settings, [](const Settings& one) { return one.policy != Policy::kDense; })) settings.layers.clear();
+  if (IsDense(settings)) settings.layers.clear();
   return settings;
 }
 
 void RefuseWithoutEffect(const AttentionChoice& given, std::span<const LayerSettings> settings) {
-  const auto chooses = [](const Settings& one) { return Chooses(one.policy); };
-  const auto has_means = [](const Settings& one) { return HasMeans(one.policy); };
-  const auto has_parts = [&](const Settings& one) { return has_means(one) && one.parts > 1; };
-  const auto weighs = [](const Settings& one) { return one.policy == Policy::kPhsa; };
-  const auto check = [&](bool set, const char* name, const auto& uses, const char* users) {
+  const auto has_parts = [&](const Settings& one) { return HasMeans(one.policy) && one.parts > 1; };
+  const auto check = [&](bool set, const char* name, bool (*uses)(Policy)) {
+    const auto used = [&](const Settings& one) { return uses(one.policy); };
     if (!set ||
-        std::any_of(settings.begin(), settings.end(), [&](const LayerSettings& one) { return AnyLayer(one, uses); })) {
+        std::any_of(settings.begin(), settings.end(), [&](const LayerSettings& one) { return AnyLayer(one, used); })) {
       return;
     }
-    const bool unsaid = (given.policy.empty() || given.policy == "auto") && !AnyLayer(settings.front(), IsSparse);
+    const bool unsaid = (given.policy.empty() || given.policy == "auto") && IsDense(settings.front());
     ThrowInvalid("{} has no effect: the attention is {}{}; give {} {}, or leave {} out", Setting{name},
                  Name(settings.front().base.policy), unsaid ? ", as nothing says otherwise" : "", Setting{"attention"},
-                 users, Setting{name});
+                 PolicyNames(uses, " or "), Setting{name});
   };
-  constexpr const char* kChoosing = "phsa, infllm2, infllm2-64 or quest";
-  constexpr const char* kSparse = "phsa, infllm2, infllm2-64, streaming or quest";
-  check(given.top_k.has_value(), "top_k", chooses, kChoosing);
-  check(given.parts.has_value(), "parts", has_means, "phsa or infllm2");
-  check(given.survivors.has_value(), "survivors", has_means, "phsa or infllm2");
+  check(given.top_k.has_value(), "top_k", Chooses);
+  check(given.parts.has_value(), "parts", HasMeans);
+  check(given.survivors.has_value(), "survivors", HasMeans);
   if (given.survivors && !std::any_of(settings.begin(), settings.end(),
                                       [&](const LayerSettings& one) { return AnyLayer(one, has_parts); })) {
     ThrowInvalid("{0} has no effect: no block has parts; give {1} 2, 4 or 8, or leave {0} out", Setting{"survivors"},
                  Setting{"parts"});
   }
-  check(given.lambda.has_value(), "lambda", weighs, "phsa");
-  check(!given.punctuation.empty(), "punctuation", weighs, "phsa");
-  check(!given.group_reduce.empty(), "group_reduce", chooses, kChoosing);
-  check(!given.preset.empty(), "preset", IsSparse, kSparse);
-  check(given.init.has_value(), "init", IsSparse, kSparse);
-  check(given.local.has_value(), "local", IsSparse, kSparse);
-  check(given.block.has_value(), "block", IsSparse, kSparse);
-  check(given.dense_below.has_value(), "dense_below", IsSparse, kSparse);
+  check(given.lambda.has_value(), "lambda", Weighs);
+  check(!given.punctuation.empty(), "punctuation", Weighs);
+  check(!given.group_reduce.empty(), "group_reduce", Chooses);
+  check(!given.preset.empty(), "preset", IsSparse);
+  check(given.init.has_value(), "init", IsSparse);
+  check(given.local.has_value(), "local", IsSparse);
+  check(given.block.has_value(), "block", IsSparse);
+  check(given.dense_below.has_value(), "dense_below", IsSparse);
 }
 
 std::string CarriedSettings(const ModelConfig& config) {

@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 
+#include "attention/policies.h"
 #include "io/model_source.h"
 #include "phsa/settings.h"
 
@@ -41,11 +42,6 @@ LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig&
 
 // Throws phsa::Error where something that `given` sets (its file apart) matters to none of these settings.
 void RefuseWithoutEffect(const AttentionChoice& given, std::span<const LayerSettings> settings);
-
-// Whether queries choose blocks, so that K means something.
-bool Chooses(Policy policy);
-// Whether blocks are represented by means, so that parts mean something.
-bool HasMeans(Policy policy);
 
 // The settings that the model or its adapter carries, complete, as JSON; empty: it carries none.
 std::string CarriedSettings(const ModelConfig& config);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "attention/policies.h"
 #include "base/dtype.h"
 #include "base/errors.h"
 #include "base/mapped_file.h"
@@ -30,10 +31,6 @@ BackendOptions OptionsOfBackend(const EngineOptions& options, const DeviceChoice
   return out;
 }
 
-bool IsDense(const LayerSettings& attention) {
-  return attention.base.policy == Policy::kDense && attention.layers.empty();
-}
-
 // What settings can get wrong about this model; the rest is judged where they are read.
 void CheckAttention(const LayerSettings& attention, const ModelConfig& config) {
   if (!attention.layers.empty() && attention.layers.rbegin()->first >= config.num_layers) {
@@ -55,11 +52,16 @@ void CheckAttention(const LayerSettings& attention, const ModelConfig& config) {
 size_t RepresentativeRoom(const ModelConfig& config, const EngineOptions& options, int32_t kv_dtype) {
   if (!options.other_attention) return 0;
   size_t room = PageLayout::RepresentativeRoom(config, options.attention, kv_dtype);
-  LayerSettings pooled;
-  pooled.base.policy = Policy::kInfllm2_64;
-  pooled.base.block_size = 64;
-  for (const LayerSettings& settings : {ResolveAttention({.policy = "phsa"}, config, config.context), pooled}) {
+  const auto make_room = [&](const LayerSettings& settings) {
     room = std::max(room, PageLayout::RepresentativeRoom(config, settings, kv_dtype));
+  };
+  make_room(ResolveAttention({.policy = Name(kOwnPolicy)}, config, config.context));
+  for (const PolicyRow& row : kPolicies) {
+    if (row.own_block == 0) continue;
+    LayerSettings own;
+    own.base.policy = row.policy;
+    own.base.block_size = row.own_block;
+    make_room(own);
   }
   return room;
 }

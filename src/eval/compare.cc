@@ -4,17 +4,11 @@
 #include <chrono>
 #include <cmath>
 
+#include "attention/policies.h"
 #include "base/errors.h"
 
 namespace phsa {
 namespace {
-
-bool IsDense(const LayerSettings& attention, int32_t num_layers) {
-  for (int32_t layer = 0; layer < num_layers; ++layer) {
-    if (attention.ForLayer(layer).policy != Policy::kDense) return false;
-  }
-  return true;
-}
 
 // How long things take, for the progress bar, in FLOPs of matrix products. A decoded token needs all weights for one
 // row: it takes as long as a few that are prefilled together.
@@ -129,8 +123,7 @@ class Runner {
       const bool recall = plan.recall && !result_.policies[i].dense;
       if (!plan.perplexity && !recall) continue;
       double cost = work_.Prefill(Attention(i), tokens);
-      if (recall)
-        cost += CountAttentionFlops({Settings{.policy = Policy::kDense}, {}}, engine_.config(), tokens).total();
+      if (recall) cost += CountAttentionFlops({DenseSettings(), {}}, engine_.config(), tokens).total();
       tasks_.push_back({(plan.perplexity ? "perplexity: " : "recall: ") + Label(i), cost,
                         [&text, &plan, recall, cost, i, this](const auto& done) {
                           engine_.SetAttention(Attention(i));

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <string_view>
 
+#include "attention/policies.h"
 #include "base/errors.h"
 #include "eval/plot.h"
 #include "eval/query_blocks.h"
@@ -121,7 +122,7 @@ Json Identity(const CompareResult& result, size_t policy) {
           {"attention", Name(base.policy)},
           {"top_k", Chooses(base.policy) ? Json(base.top_k) : Json(nullptr)},
           {"parts", HasMeans(base.policy) ? Json(base.parts) : Json(nullptr)},
-          {"lambda", base.policy == Policy::kPhsa ? Json::parse(fmt::format("{}", base.lambda)) : Json(nullptr)}};
+          {"lambda", Weighs(base.policy) ? Json::parse(fmt::format("{}", base.lambda)) : Json(nullptr)}};
 }
 
 Json AnswersJson(const CompareResult& result) {

@@ -6,8 +6,8 @@
 #include <cmath>
 #include <set>
 
+#include "attention/policies.h"
 #include "eval/plot.h"
-#include "eval/query_blocks.h"
 
 namespace phsa {
 namespace {
@@ -43,15 +43,7 @@ std::vector<PlotStyle> Styles(const CompareResult& result) {
   for (const ComparedPolicy& policy : result.policies) {
     const Settings& base = policy.attention.base;
     PlotStyle style;
-    switch (base.policy) {
-      case Policy::kDense: style.colour = 0; break;
-      case Policy::kInfllm2: style.colour = 1; break;
-      case Policy::kPhsa: style.colour = 2; break;
-      case Policy::kStreaming:
-      case Policy::kSepllm: style.colour = 3; break;
-      case Policy::kQuest: style.colour = 4; break;
-      case Policy::kInfllm2_64: style.colour = 5; break;
-    }
+    style.colour = RowOf(base.policy).colour;
     if (Chooses(base.policy)) style.dash = static_cast<int32_t>(std::distance(ks.begin(), ks.find(base.top_k)));
     style.hollow = std::any_of(styles.begin(), styles.end(), [&](const PlotStyle& other) {
       return other.colour == style.colour && other.dash == style.dash;
@@ -599,11 +591,11 @@ class Teller {
                             fmt::format("{}", base.local_tokens),
                             Chooses(base.policy) ? fmt::format("{}", base.top_k) : std::string(kNothing),
                             HasMeans(base.policy) ? fmt::format("{}", base.parts) : std::string(kNothing),
-                            base.policy != Policy::kPhsa ? std::string(kNothing)
-                            : base.head_lambda.empty()   ? fmt::format("{:g}", base.lambda)
-                                                         : std::string("per head"),
-                            base.policy == Policy::kPhsa ? base.punctuation : std::string(kNothing),
-                            Name(base.group_reduce), fmt::format("{}", base.dense_below)});
+                            !Weighs(base.policy)       ? std::string(kNothing)
+                            : base.head_lambda.empty() ? fmt::format("{:g}", base.lambda)
+                                                       : std::string("per head"),
+                            Weighs(base.policy) ? base.punctuation : std::string(kNothing), Name(base.group_reduce),
+                            fmt::format("{}", base.dense_below)});
     }
     section.tables.push_back(std::move(table));
     section.notes.push_back(

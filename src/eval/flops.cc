@@ -2,43 +2,27 @@
 
 #include <algorithm>
 
-#include "attention/plan.h"
-#include "eval/query_blocks.h"
+#include "attention/policies.h"
 
 namespace phsa {
 namespace {
 
-// Tokens between the starts of two representatives, and tokens that one covers.
-struct Rows {
-  int32_t stride, span;
-  int64_t Before(int64_t tokens) const { return tokens < span ? 0 : (tokens - span) / stride + 1; }
-};
-
-Rows RowsOf(const Settings& settings) {
-  if (settings.policy == Policy::kInfllm2_64) return {kPoolStride, kPoolSize};
-  return {settings.block_size, settings.block_size};
-}
-
 AttentionFlops LayerFlops(const Settings& settings, const ModelConfig& config, int32_t tokens) {
-  const bool chooses = Chooses(settings.policy) && settings.top_k > 0;
-  const Rows rows = RowsOf(settings);
+  const BlockRules rules = RulesOf(settings);
+  const RepRules reps = RepRulesOf(settings);
   double read = 0, scored = 0;  // by one query head
   for (int32_t position = 0; position < tokens; ++position) {
-    const QueryBlocks blocks = BlocksOf(settings, position);
-    const int32_t candidates = std::max(0, blocks.local_begin - blocks.init_end);
-    read += static_cast<double>(blocks.TokensRead(chooses ? std::min(settings.top_k, candidates) : 0));
-    if (chooses && !blocks.reads_all)
-      scored += static_cast<double>(rows.Before(int64_t{blocks.own} * blocks.block_size));
+    const int32_t b = position / settings.block_size;
+    read += static_cast<double>(rules.TokensRead(position, rules.Chosen(b), settings.block_size));
+    if (rules.top_k > 0 && !rules.ReadsAll(b)) scored += reps.NumRepRows(b * settings.block_size);
   }
   const double dim = config.head_dim, heads = config.num_q_heads;
-  // Quest multiplies both bounds and adds the larger product.
-  const double per_channel = settings.policy == Policy::kQuest ? 3 : 2;
+  // Where blocks have bounds, both are multiplied and the larger product is added.
+  const double per_channel = RowOf(settings.policy).representation == Representation::kBounds ? 3 : 2;
   AttentionFlops flops;
   flops.attention = 4 * dim * heads * read;
   flops.scores = per_channel * dim * heads * scored;
-  if (chooses) {
-    flops.representatives = 2 * dim * config.num_kv_heads * rows.span * static_cast<double>(rows.Before(tokens));
-  }
+  if (rules.top_k > 0) flops.representatives = 2 * dim * config.num_kv_heads * reps.rep_span * reps.NumRepRows(tokens);
   return flops;
 }
 

@@ -43,7 +43,7 @@ class Watcher {
     const int32_t heads = attention.plan.SelectionHeads(), slots = attention.plan.SelectionSlots();
     const auto group = static_cast<size_t>(num_q_heads_ / heads);
     LayerChoice out;
-    out.blocks = BlocksOf(attention.settings, position);
+    out.blocks = {attention.settings, position};
     for (int32_t head = 0; head < heads; ++head) {
       HeadChoice& choice = out.heads.emplace_back();
       const std::span<const float> own = recall.subspan(static_cast<size_t>(head) * group, group);

@@ -51,7 +51,10 @@ Json LayerData(const LayerChoice& layer) {
   for (const HeadChoice& head : layer.heads) {
     for (const Json& value : Integers(head.recall, kRecallUnit)) recall.push_back(value);
   }
-  Json out = {blocks.dense ? 2 : blocks.reads_all ? 1 : 0, blocks.init_end, blocks.local_begin, std::move(recall)};
+  Json out = {blocks.dense()       ? 2
+              : blocks.reads_all() ? 1
+                                   : 0,
+              blocks.init_end(), blocks.local_begin(), std::move(recall)};
   for (const HeadChoice& head : layer.heads) {
     out.push_back(Json::array({head.blocks, Integers(head.scores, kScoreUnit)}));
   }

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "attention/policies.h"
 #include "base/utf8.h"
 #include "eval/settings_text.h"
 
@@ -56,7 +57,7 @@ std::string SettingsInWords(const Inspection& inspection) {
   const Settings& s = inspection.attention.base;
   std::string out = fmt::format("{}, K {}", Name(s.policy), Chooses(s.policy) ? s.top_k : 0);
   out += PartsInWords(s);
-  if (s.policy == Policy::kPhsa) {
+  if (Weighs(s.policy)) {
     out += s.head_lambda.empty() ? fmt::format(", lambda {:g}", s.lambda) : ", lambda by head";
     out += fmt::format(", punctuation {}", OneLine(s.punctuation, kSnippet));
   }
@@ -84,7 +85,7 @@ void AddTable(const Inspection& inspection, const QueryChoice& query, std::strin
       fmt::format_to(std::back_inserter(*out), "{:>5} {:>4}  {:>6.3f}  {:>6.3f}  ", layer, h, Recall(head),
                      *std::min_element(head.recall.begin(), head.recall.end()));
       if (order.empty()) {
-        *out += choice.blocks.reads_all ? "reads everything\n" : "none\n";
+        *out += choice.blocks.reads_all() ? "reads everything\n" : "none\n";
         continue;
       }
       const std::string text = BlockText(inspection, head.blocks[order[0]], choice.blocks.block_size);
@@ -101,12 +102,13 @@ void AddQuery(const Inspection& inspection, const QueryChoice& query, std::strin
   }
   const QueryBlocks& blocks = query.layers.front().blocks;
   fmt::format_to(append, ": recall {:.3f}\n", Recall(query));
-  if (blocks.dense) {
+  if (blocks.dense()) {
     *out += "layer 0 reads everything\n\n";
   } else {
-    fmt::format_to(append, "blocks always read: {} (init), {} (local); candidates: {}{}\n\n", Range(0, blocks.init_end),
-                   Range(blocks.local_begin, blocks.own + 1), Range(blocks.init_end, blocks.local_begin),
-                   blocks.reads_all ? ", all of them taken: nothing is left out" : "");
+    fmt::format_to(append, "blocks always read: {} (init), {} (local); candidates: {}{}\n\n",
+                   Range(0, blocks.init_end()), Range(blocks.local_begin(), blocks.own + 1),
+                   Range(blocks.init_end(), blocks.local_begin()),
+                   blocks.reads_all() ? ", all of them taken: nothing is left out" : "");
   }
   AddTable(inspection, query, out);
 }
@@ -138,11 +140,11 @@ Json LayerJson(const LayerChoice& layer, size_t index) {
   }
   Json out = {{"layer", index},
               {"block_size", layer.blocks.block_size},
-              {"reads_all", layer.blocks.reads_all},
+              {"reads_all", layer.blocks.reads_all()},
               {"heads", std::move(heads)}};
-  if (!layer.blocks.dense) {
-    out["init"] = {0, layer.blocks.init_end};
-    out["local"] = {layer.blocks.local_begin, std::max(layer.blocks.local_begin, layer.blocks.own + 1)};
+  if (!layer.blocks.dense()) {
+    out["init"] = {0, layer.blocks.init_end()};
+    out["local"] = {layer.blocks.local_begin(), std::max(layer.blocks.local_begin(), layer.blocks.own + 1)};
   }
   return out;
 }

@@ -1,28 +1,31 @@
-// What a query reads whatever it chooses: the block arithmetic of docs/phsa.md, for those who report on a run.
+// What a query reads whatever it chooses, for those who report on a run: the arithmetic is attention/blocks.h.
 #ifndef PHSA_EVAL_QUERY_BLOCKS_H_
 #define PHSA_EVAL_QUERY_BLOCKS_H_
 
 #include <cstdint>
 
-#include "engine/attention_choice.h"
-#include "phsa/settings.h"
+#include "attention/policies.h"
 
 namespace phsa {
 
-// The blocks of one query in one layer. Init are [0, init_end), local [local_begin, own], candidates what lies between.
+// The blocks of one query in one layer. Init are [0, init_end), local [local_begin, own], candidates what lies between;
+// of a dense query everything is local.
 struct QueryBlocks {
-  int32_t position = 0;
-  int32_t block_size = 0;
-  int32_t own = 0;          // the query's block
-  int32_t init_end = 0;     // at most own + 1
-  int32_t local_begin = 0;  // at least init_end; own + 1 where init holds the query's own block
-  bool dense = false;       // nothing is chosen: the policy is dense, or the position below dense_below
-  bool reads_all = false;   // nothing is left out: dense, or no more candidates than top_k
+  QueryBlocks() = default;
+  QueryBlocks(const Settings& settings, int32_t query)
+      : rules(RulesOf(settings)), position(query), block_size(settings.block_size), own(query / block_size) {}
 
-  // Tokens that are read if `chosen` candidates are.
-  int64_t TokensRead(int64_t chosen) const;
+  BlockRules rules;
+  int32_t position = 0;
+  int32_t block_size = kLeastBlock;
+  int32_t own = 0;  // the query's block
+
+  int32_t init_end() const { return rules.InitEnd(own); }
+  int32_t local_begin() const { return rules.LocalBegin(own); }  // own + 1 where init holds the query's own block
+  bool dense() const { return rules.Dense(own); }                // nothing is chosen
+  bool reads_all() const { return rules.ReadsAll(own); }
+  int64_t TokensRead(int64_t chosen) const { return rules.TokensRead(position, chosen, block_size); }
 };
-QueryBlocks BlocksOf(const Settings& settings, int32_t position);
 
 // The paper's sparsity: one minus the share of `tokens` that the budget (init, local and top_k blocks) is. The mean
 // over the layers; 0 where a budget covers everything.

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "attention/policies.h"
 #include "base/dtype.h"
 #include "base/errors.h"
-#include "eval/query_blocks.h"
 
 namespace phsa {
 
@@ -20,7 +20,7 @@ std::span<const float> RecallProbe::Measure(const LayerAttention& attention, int
   const ForwardParams& read = attention.params;
   const int64_t first = attention.q_lens[0] - rows;
   PlanDesc desc;
-  desc.settings.policy = Policy::kDense;
+  desc.settings = DenseSettings();
   desc.dtype = AttentionType(kv_type_);
   desc.kv_dtype = kv_type_;
   desc.num_q_heads = num_q_heads_;
@@ -71,8 +71,9 @@ void RecallMeter::Add(const LayerAttention& attention) {
   const int32_t rows = attention.q_lens[0], first_position = attention.kv_lens[0] - rows;
   const std::span<const float> recall = probe_.Measure(attention, rows);
   const int32_t group = num_q_heads_ / num_kv_heads_;
+  const BlockRules rules = RulesOf(attention.settings);
   for (int32_t row = 0; row < rows; ++row) {
-    const bool sparse = !BlocksOf(attention.settings, first_position + row).reads_all;
+    const bool sparse = !rules.ReadsAll((first_position + row) / attention.settings.block_size);
     for (int32_t head = 0; head < num_q_heads_; ++head) {
       const Mean one = {recall[static_cast<size_t>(row * num_q_heads_ + head)], 1};
       Part& part = heads_[static_cast<size_t>(attention.layer * num_kv_heads_ + head / group)];

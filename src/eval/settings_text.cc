@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "attention/policies.h"
 #include "eval/niah/records.h"
-#include "eval/query_blocks.h"
 
 namespace phsa {
 
@@ -20,13 +20,13 @@ std::string SettingsInWords(const LayerSettings& settings) {
   const Settings& base = settings.base;
   const Settings usual;
   std::string words = "reads everything";
-  if (base.policy != Policy::kDense) {
+  if (!IsDense(base)) {
     words = fmt::format("init {}, local {}", base.init_tokens, base.local_tokens);
     if (Chooses(base.policy)) words += fmt::format(", K {}", base.top_k);
     words += PartsInWords(base);
-    const int32_t block = base.policy == Policy::kInfllm2_64 ? 64 : usual.block_size;
+    const int32_t block = BlockSizeOf(base.policy, usual.block_size);
     if (base.block_size != block) words += fmt::format(", block {}", base.block_size);
-    if (base.policy == Policy::kPhsa) {
+    if (Weighs(base.policy)) {
       words += base.head_lambda.empty() ? fmt::format(", λ {:g}", base.lambda) : std::string(", λ per head");
       words += ", " + base.punctuation;
     }
@@ -37,7 +37,7 @@ std::string SettingsInWords(const LayerSettings& settings) {
 }
 
 nlohmann::ordered_json SettingsObject(const LayerSettings& settings) {
-  if (settings.base.policy == Policy::kDense && settings.layers.empty()) return {{"attention", Name(Policy::kDense)}};
+  if (IsDense(settings)) return {{"attention", Name(settings.base.policy)}};
   return nlohmann::ordered_json::parse(SettingsToJson(settings));
 }
 

@@ -7,9 +7,9 @@
 #include <numeric>
 #include <utility>
 
+#include "attention/policies.h"
 #include "base/dtype.h"
 #include "base/errors.h"
-#include "eval/query_blocks.h"
 #include "eval/recall.h"
 #include "tokenizer/normalizer.h"
 
@@ -166,20 +166,21 @@ class MassMeter {
     reads_.clear();
     choosing_heads_ = 0;
     bool all = true;
-    for (const Row& row : rows_) all = all && BlocksOf(attention.settings, row.position).reads_all;
-    if (all) return;
+    const BlockRules rules = RulesOf(attention.settings);
     block_size_ = attention.settings.block_size;
+    for (const Row& row : rows_) all = all && rules.ReadsAll(row.position / block_size_);
+    if (all) return;
     choosing_heads_ = attention.plan.SelectionHeads();
     blocks_ = (rows_.back().position / block_size_) + 1;
     const int32_t slots = attention.plan.SelectionSlots();
     reads_.assign(rows_.size() * static_cast<size_t>(choosing_heads_) * static_cast<size_t>(blocks_), 0);
     for (size_t i = 0; i < rows_.size(); ++i) {
-      const QueryBlocks own = BlocksOf(attention.settings, rows_[i].position);
+      const int32_t own = rows_[i].position / block_size_;
       for (int32_t head = 0; head < choosing_heads_; ++head) {
         uint8_t* const reads = reads_.data() + (i * static_cast<size_t>(choosing_heads_) + static_cast<size_t>(head)) *
                                                    static_cast<size_t>(blocks_);
-        for (int32_t block = 0; block <= own.own; ++block) {
-          reads[block] = own.reads_all || block < own.init_end || block >= own.local_begin ? 1 : 0;
+        for (int32_t block = 0; block <= own; ++block) {
+          reads[block] = rules.ReadsAll(own) || rules.Always(block, own) ? 1 : 0;
         }
         if (attention.params.selection == nullptr) continue;
         const int64_t list = (int64_t{rows_[i].row} * choosing_heads_ + head) * slots;

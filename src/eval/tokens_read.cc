@@ -1,16 +1,16 @@
 #include "eval/tokens_read.h"
 
-#include "eval/query_blocks.h"
+#include "attention/policies.h"
 
 namespace phsa {
 namespace {
 
 int64_t TokensReadInLayer(const Settings& settings, int32_t tokens) {
-  const int64_t top_k = Chooses(settings.policy) ? settings.top_k : 0;
+  const BlockRules rules = RulesOf(settings);
+  const int32_t block = settings.block_size;
   int64_t read = 0;
   for (int32_t position = 0; position < tokens; ++position) {
-    const QueryBlocks blocks = BlocksOf(settings, position);
-    read += blocks.reads_all ? int64_t{position} + 1 : blocks.TokensRead(top_k);
+    read += rules.TokensRead(position, rules.Chosen(position / block), block);
   }
   return read;
 }

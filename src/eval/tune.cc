@@ -6,6 +6,7 @@
 #include <numeric>
 #include <tuple>
 
+#include "attention/policies.h"
 #include "base/errors.h"
 
 namespace phsa {
@@ -350,7 +351,7 @@ double ShareAtEnd(const LayerSettings& settings, int32_t num_layers, int32_t len
   for (int32_t layer = 0; layer < num_layers; ++layer) {
     const Settings& one = settings.ForLayer(layer);
     const int64_t tokens = int64_t{one.init_tokens} + one.local_tokens + int64_t{one.block_size} * (one.top_k + 1);
-    sum += one.policy == Policy::kDense ? 1 : std::min(1.0, static_cast<double>(tokens) / length);
+    sum += IsDense(one) ? 1 : std::min(1.0, static_cast<double>(tokens) / length);
   }
   return num_layers > 0 ? sum / num_layers : 1;
 }

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "attention/policies.h"
 #include "base/errors.h"
 #include "eval/niah/random.h"
 #include "eval/perplexity.h"
@@ -17,11 +18,7 @@ constexpr size_t kLeastProse = 256;  // tokens
 // Four samples of each task are a window of prose: a window is thousands of predictions.
 constexpr int32_t kSamplesOfWindow = 4;
 
-LayerSettings Dense() {
-  LayerSettings dense;
-  dense.base.policy = Policy::kDense;
-  return Canonical(dense);
-}
+LayerSettings Dense() { return Canonical({DenseSettings(), {}}); }
 
 }  // namespace
 

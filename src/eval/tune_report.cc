@@ -7,6 +7,7 @@
 #include <cmath>
 #include <map>
 
+#include "attention/policies.h"
 #include "base/as_given.h"
 #include "base/errors.h"
 #include "eval/plot.h"
@@ -46,9 +47,7 @@ void Measure(const TuneAbout& about, const NiahRecords& records, TuneRow* row) {
   row->nll = nll / static_cast<double>(all);
   row->ci95 = WilsonInterval(row->score, all);
   row->share = ShareAtEnd(row->trial.attention, about.num_layers, about.length);
-  LayerSettings dense;
-  dense.base.policy = Policy::kDense;
-  dense = Canonical(dense);
+  const LayerSettings dense = Canonical({DenseSettings(), {}});
   double above = 0;
   int32_t windows = 0;
   for (int32_t window = 0; window < WindowsFor(samples); ++window) {
@@ -129,7 +128,7 @@ std::vector<std::string> Cells(const TuneAbout& about, const TuneRow& row) {
 std::vector<TuneRow> TuneRows(const TuneAbout& about, const TuneResult& result, const NiahRecords& records) {
   std::vector<TuneRow> rows;
   TuneRow dense;
-  dense.trial.attention.base.policy = Policy::kDense;
+  dense.trial.attention.base = DenseSettings();
   for (const TuneTrial& trial : result.trials) dense.trial.samples = std::max(dense.trial.samples, trial.samples);
   Measure(about, records, &dense);
   rows.push_back(std::move(dense));

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention/policies.h"
 #include "io/model_config.h"
 #include "phsa/settings.h"
 
@@ -11,11 +12,7 @@ namespace phsa {
 
 // How one layer of a model attends under these settings: a layer with a window keeps it and chooses nothing.
 inline const Settings& SettingsOfLayer(const ModelConfig& config, const LayerSettings& settings, int32_t layer) {
-  static const Settings dense = [] {
-    Settings out;
-    out.policy = Policy::kDense;
-    return out;
-  }();
+  static const Settings dense = DenseSettings();
   return config.Layer(layer).window > 0 ? dense : settings.ForLayer(layer);
 }
 

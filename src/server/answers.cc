@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "attention/policies.h"
 #include "base/utf8.h"
-#include "eval/query_blocks.h"
 #include "server/answer_sources.h"
 
 namespace phsa::server {
@@ -214,11 +214,11 @@ Json MeasurementsJson(const GenerationRequest& request, std::span<const EndedAns
     read += result.tokens_read;
   }
   const Settings& settings = request.attention.base;
-  const bool sparse = settings.policy != Policy::kDense;
+  const bool sparse = !IsDense(settings);
   const double speed = prefill > 0 ? Rounded(static_cast<double>(prompt) / prefill) : 0;
   Json json = {{"attention", Name(settings.policy)},
                {"top_k", Chooses(settings.policy) ? Json(settings.top_k) : Json()},
-               {"lambda", settings.policy == Policy::kPhsa ? Json(Rounded(settings.lambda)) : Json()},
+               {"lambda", Weighs(settings.policy) ? Json(Rounded(settings.lambda)) : Json()},
                {"init", sparse ? Json(settings.init_tokens) : Json()},
                {"local", sparse ? Json(settings.local_tokens) : Json()},
                {"parts", Chooses(settings.policy) ? Json(settings.parts) : Json()},

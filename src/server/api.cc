@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "attention/policies.h"
 #include "base/errors.h"
 #include "base/utf8.h"
 #include "phsa/punctuation.h"
@@ -132,7 +133,9 @@ AttentionChoice AskedAttention(const Fields& fields) {
   asked.local = own->Int("local", 0, INT32_MAX);
   asked.block = own->Int("block", 1, INT32_MAX);
   asked.dense_below = own->Int("dense_below", 0, INT32_MAX);
-  const bool small_blocks = !asked.block || asked.block == 16 || asked.policy == "infllm2-64";
+  const PolicyRow* const named = FindPolicy(asked.policy);
+  const bool small_blocks =
+      !asked.block || BudgetUnit(named != nullptr ? named->policy : kOwnPolicy, *asked.block) == kLeastBlock;
   if (!small_blocks && (!asked.init || !asked.local)) {
     own->Refuse("block",
                 fmt::format(" is {}, and init and local must be multiples of it; give all three", *asked.block));
@@ -178,8 +181,7 @@ LayerSettings Resolve(const Fields& fields, const AttentionChoice& choice, const
 LayerSettings Attention(const Fields& fields, const ServedModel& model) {
   const AttentionChoice asked = AskedAttention(fields), choice = Over(asked, model.attention);
   LayerSettings settings = Resolve(fields, choice, model);
-  const bool dense = settings.base.policy == Policy::kDense && settings.layers.empty();
-  if (dense) fields.Named("phsa", [&] { RefuseWithoutEffect(asked, {&settings, 1}); });
+  if (IsDense(settings)) fields.Named("phsa", [&] { RefuseWithoutEffect(asked, {&settings, 1}); });
   return settings;
 }
 
@@ -405,20 +407,14 @@ InspectRequest ParseInspect(std::string_view body, const ServedModel& model) {
   AttentionChoice choice = Over(AskedAttention(fields), model.attention);
   request.attention = Resolve(fields, choice, model);
   const ModelConfig& config = model.engine.config();
-  const auto dense = [&](const LayerSettings& settings) {
-    for (int32_t layer = 0; layer < config.num_layers; ++layer) {
-      if (settings.ForLayer(layer).policy != Policy::kDense) return false;
-    }
-    return true;
-  };
-  if (dense(request.attention) && choice.policy == "auto") {
-    choice.policy = "phsa";
+  const auto dense = [&] { return IsDense(request.attention, config.num_layers); };
+  if (dense() && choice.policy == "auto") {
+    choice.policy = Name(kOwnPolicy);
     request.attention = Resolve(fields, choice, model);
   }
-  if (dense(request.attention)) {
-    fields.Refuse("phsa",
-                  " asks for dense attention, which reads everything and chooses nothing; allowed here: phsa, "
-                  "infllm2, infllm2-64, quest, streaming");
+  if (dense()) {
+    fields.Refuse("phsa", " asks for dense attention, which reads everything and chooses nothing; allowed here: " +
+                              PolicyNames(IsSparse));
   }
   int64_t choices = 0;
   for (int32_t layer = 0; layer < config.num_layers; ++layer) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "attention/policies.h"
 #include "base/errors.h"
 #include "server/answers.h"
 
@@ -13,10 +14,6 @@ namespace {
 constexpr size_t kMaxAttentions = 32;
 // How often it is seen who is idle, and, while somebody waits for room, whether there is some.
 constexpr std::chrono::milliseconds kIdlePoll{500}, kRoomPoll{20};
-
-bool IsDense(const LayerSettings& settings) {
-  return settings.base.policy == Policy::kDense && settings.layers.empty();
-}
 
 std::string Id(const Json& description) { return description["id"].get<std::string>(); }
 

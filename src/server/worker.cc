@@ -4,8 +4,8 @@
 #include <chrono>
 #include <utility>
 
+#include "attention/policies.h"
 #include "base/errors.h"
-#include "eval/query_blocks.h"
 
 namespace phsa::server {
 namespace {
@@ -379,11 +379,11 @@ int64_t Worker::BlocksChosen(const GenerateResult& result, const TextAttention* 
     const Settings& own = settings.ForLayer(layer);
     const auto [found, is_new] = known.try_emplace(&own, 0);
     if (is_new && Chooses(own.policy)) {
+      const BlockRules rules = RulesOf(own);
       const int64_t heads =
           own.group_reduce == GroupReduce::kNone ? engine_.config().num_q_heads : engine_.config().num_kv_heads;
       for (int32_t position = result.reused_tokens; position < end; ++position) {
-        const QueryBlocks blocks = BlocksOf(own, position);
-        if (!blocks.reads_all) found->second += own.top_k * heads;
+        if (!rules.ReadsAll(position / own.block_size)) found->second += own.top_k * heads;
       }
     }
     sum += found->second;

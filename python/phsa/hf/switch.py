@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..settings import is_dense
 from . import disable, enable, packed
 from .hook import find_decoder
 
@@ -19,7 +20,7 @@ def set_attention(
 ) -> None:
     """Makes a model attend by settings in JSON's form; dense is SDPA, which packed sequences do not slow down.
     `punctuation` has the ids of each named set."""
-    if attention["attention"] == "dense" and not attention.get("layers"):
+    if is_dense(attention["attention"]) and not attention.get("layers"):
         disable(model)
         model.set_attn_implementation(packed.NAME)
         return

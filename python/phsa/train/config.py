@@ -12,6 +12,7 @@ from typing import Any
 
 import tomllib
 
+from ..policies import TABLE
 from ..settings import ModelSettings, resolve, with_preset
 
 METHODS = ("dense", "infllm2", "phsa")
@@ -53,7 +54,7 @@ class Attention:
         """As they are written into the trained model: complete. `carried`: the settings of the model to train."""
         names = ("top_k", "lam", "punctuation", "init", "local", "dense_below", "parts", "survivors", "preset")
         given = with_preset({name: getattr(self, name) for name in names if getattr(self, name) is not None})
-        if self.method != "phsa":
+        if not TABLE[self.method].weighs:
             given.pop("lam", None)
         if self.layers:
             given["layers"] = self.layers

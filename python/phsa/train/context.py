@@ -26,7 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from .. import ops
 from ..hf import packed
-from ..settings import ModelSettings, default_scale
+from ..settings import ModelSettings, default_scale, is_dense
 from .batches import Batch
 from .config import ConfigError
 from .loss import IGNORED
@@ -285,7 +285,7 @@ def attention_function(
     scale = default_scale(query.shape[-1]) if scaling is None else float(scaling)
     q, k, v = _to_heads(phsa_context.context, query, key, value)
     base = phsa_context.settings
-    if base.base.policy == "dense" and not base.layers:
+    if is_dense(base.base.policy) and not base.layers:
         out = _dense(q, k, v, phsa_context, scale)
     else:
         out = _sparse(q, k, v, phsa_context, module.layer_idx, scale)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from ..hf import niah
 from ..hf.load import load_tokenizer
+from ..settings import is_dense
 from . import checkpoints, identity
 from .batches import Batch, Batches
 from .config import Config, ConfigError
@@ -329,7 +330,7 @@ class Run:
 
 
 def _needle_name(attention: dict[str, Any]) -> str:
-    if attention["attention"] == "dense":
+    if is_dense(attention["attention"]):
         return "niah_dense"
     return f"niah_{attention['attention']}_k{attention['top_k']}"
 

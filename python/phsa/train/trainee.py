@@ -20,7 +20,7 @@ from ..hf import packed
 from ..hf.hook import find_decoder
 from ..hf.load import load_model, load_tokenizer
 from ..hf.switch import set_attention
-from ..settings import ModelSettings
+from ..settings import ModelSettings, is_dense
 from . import checkpoints, context, identity
 from .batches import Batch
 from .config import Config, ConfigError
@@ -89,7 +89,7 @@ class Trainee:
         self.settings = config.attention.settings(config.data.length, getattr(model.config, "phsa", None))
         self.dense = ModelSettings(self.settings.base.replace(policy="dense"))
         marks = self.settings.base.punctuation
-        sparse = self.settings.layers or self.settings.base.policy != "dense"
+        sparse = self.settings.layers or not is_dense(self.settings.base.policy)
         if sparse and marks not in punctuation:
             # Token folders bring the ids of the usual sets; of others the tokenizer tells.
             own = punctuation_sets.ids(load_tokenizer(config.model.path), marks) if isinstance(marks, str) else marks

@@ -211,8 +211,8 @@ void Prepare(PlanImpl* plan) {
   if (plan->block != kBlockTokens) {
     Throw(PHSA_UNSUPPORTED, "plan: block_size is {}; the CUDA kernels take {}", plan->block, kBlockTokens);
   }
-  if (plan->representation != Representation::kNone && plan->representation != Representation::kMixedMean) {
-    Throw(PHSA_UNSUPPORTED, "plan: the CUDA kernels take the policies dense, phsa, infllm2 and streaming");
+  if (!RunsOnCuda(plan->settings.policy)) {
+    Throw(PHSA_UNSUPPORTED, "plan: the CUDA kernels take the policies {}", PolicyNames(RunsOnCuda, " and "));
   }
   if (plan->parts > 1 && plan->top_k > 0 && !plan->PartsInReps()) {
     Throw(PHSA_UNSUPPORTED, "plan: survivors is {}; the CUDA kernels score the parts of all blocks (0)",

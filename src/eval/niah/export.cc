@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "attention/policies.h"
 #include "base/new_file.h"
 #include "eval/tokens_read.h"
 
@@ -16,7 +17,7 @@ Json PunctuationIds(const Engine& engine, const NiahPlan& plan) {
   Json sets = Json::object();
   for (const NiahConfiguration& one : plan.configurations) {
     const std::string& name = one.attention.base.punctuation;
-    if (one.attention.base.policy == Policy::kDense || sets.contains(name)) continue;
+    if (IsDense(one.attention.base) || sets.contains(name)) continue;
     sets[name] = PunctuationOf(engine.tokenizer(), name).Ids();
   }
   return sets;

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "attention/policies.h"
 #include "base/errors.h"
 #include "base/mapped_file.h"
 #include "base/new_file.h"
@@ -128,12 +129,7 @@ std::string NiahLine(const nlohmann::ordered_json& json) { return Dump(json) + '
 
 LayerSettings Canonical(const LayerSettings& settings) {
   LayerSettings all = SettingsFromJson(SettingsToJson(settings));
-  const auto canonical = [](Settings& one) {
-    if (one.policy != Policy::kDense) return;
-    one = Settings{};
-    one.policy = Policy::kDense;
-  };
-  if (all.layers.empty()) canonical(all.base);
+  if (all.layers.empty() && IsDense(all.base)) all.base = DenseSettings();
   return all;
 }
 

@@ -8,6 +8,7 @@
 #include <set>
 #include <tuple>
 
+#include "attention/policies.h"
 #include "eval/query_blocks.h"
 #include "eval/settings_text.h"
 
@@ -25,29 +26,9 @@ const char* InWords(NiahScoring scoring) {
   return "";
 }
 
-bool HasTopK(const Settings& settings) { return Chooses(settings.policy) && settings.policy != Policy::kSepllm; }
-
-bool HasLambda(const Settings& settings) {
-  return settings.policy == Policy::kPhsa || settings.policy == Policy::kInfllm2;
-}
-
-// Baselines first, PHSA last.
-int Rank(Policy policy) {
-  switch (policy) {
-    case Policy::kDense: return 0;
-    case Policy::kStreaming: return 1;
-    case Policy::kSepllm: return 2;
-    case Policy::kInfllm2: return 3;
-    case Policy::kInfllm2_64: return 4;
-    case Policy::kQuest: return 5;
-    case Policy::kPhsa: return 6;
-  }
-  return 7;
-}
-
 std::string Method(const Settings& settings) {
   std::string method = Name(settings.policy) + PartsInWords(settings);
-  if (settings.policy == Policy::kPhsa) {
+  if (Weighs(settings.policy)) {
     method += settings.head_lambda.empty() ? fmt::format(" λ={:g}", settings.lambda) : std::string(" λ per head");
     if (settings.punctuation != Settings{}.punctuation) method += " " + settings.punctuation;
   }
@@ -183,14 +164,14 @@ std::vector<NiahRow> NiahRows(std::span<const NiahRecord* const> records, int32_
       row.length = record->length;
       row.attention = record->attention;
       row.method = Method(record->attention.base);
-      if (HasTopK(record->attention.base)) row.top_k = record->attention.base.top_k;
+      if (Chooses(record->attention.base.policy)) row.top_k = record->attention.base.top_k;
     }
     rows[at->second].records.push_back(record);
   }
   const auto order = [](const NiahRow& row) {
     const Settings& base = row.attention.base;
-    return std::tuple(row.task, row.length, Rank(base.policy), HasLambda(base) ? base.lambda : 0.0f, row.method,
-                      row.top_k);
+    return std::tuple(row.task, row.length, RowOf(base.policy).rank, HasMeans(base.policy) ? base.lambda : 0.0f,
+                      row.method, row.top_k);
   };
   std::stable_sort(rows.begin(), rows.end(), [&](const auto& a, const auto& b) { return order(a) < order(b); });
   TellApart(rows);
@@ -217,10 +198,8 @@ std::vector<const NiahRow*> NiahPeers(const NiahRow& row, std::span<const NiahRo
   for (const NiahRow& peer : rows) {
     if (peer.task != row.task || peer.length != row.length || &peer == &row) continue;
     const Policy other = peer.attention.base.policy;
-    const bool dense = other == Policy::kDense && policy != Policy::kDense;
-    const bool infllm2 =
-        other == Policy::kInfllm2 && policy != Policy::kDense && policy != Policy::kInfllm2 && peer.top_k == row.top_k;
-    if (dense || infllm2) peers.push_back(&peer);
+    if (!RowOf(other).baseline || other == policy || IsDense(policy)) continue;
+    if (IsDense(other) || peer.top_k == row.top_k) peers.push_back(&peer);
   }
   return peers;
 }
@@ -257,7 +236,7 @@ std::string NiahJsonLines(std::span<const NiahRow> rows) {
       const Settings& settings = one.attention.base;
       Json json = {{"attention", Name(settings.policy)}};
       json["top_k"] = one.top_k ? Json(*one.top_k) : Json(nullptr);
-      json["lambda"] = HasLambda(settings) ? Json::parse(fmt::format("{}", settings.lambda)) : Json(nullptr);
+      json["lambda"] = HasMeans(settings.policy) ? Json::parse(fmt::format("{}", settings.lambda)) : Json(nullptr);
       return json;
     };
     Json line = {{"task", Name(row.task)}, {"length", row.length}};
@@ -268,7 +247,7 @@ std::string NiahJsonLines(std::span<const NiahRow> rows) {
     if (const std::optional<double> nll = MeanNll(row)) line["nll"] = *nll;
     line["read_share"] = row.read_share;
     line["sparsity"] = row.sparsity;
-    line["punctuation"] = base.policy == Policy::kPhsa ? Json(base.punctuation) : Json(nullptr);
+    line["punctuation"] = Weighs(base.policy) ? Json(base.punctuation) : Json(nullptr);
     line["method"] = row.method;
     line["settings"] = SettingsObject(row.attention);
     line["against"] = Json::array();
