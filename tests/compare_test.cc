@@ -35,7 +35,7 @@ AttentionFlops CountOneByOne(const Settings& settings, const ModelConfig& config
     const reference::Method method = reference::MethodOf(settings, kv_head, config.head_dim, PHSA_F32);
     const bool chooses = method.representation != Representation::kNone && method.top_k > 0;
     const bool pooled = method.representation == Representation::kPooled;
-    const int32_t stride = pooled ? 16 : method.block, span = pooled ? 32 : method.block;
+    const int32_t row = method.block / method.parts, stride = pooled ? 16 : row, span = pooled ? 32 : row;
     for (int32_t first = 0; chooses && first + span <= tokens; first += stride) {
       for (int32_t key = 0; key < span; ++key) flops.representatives += 2 * config.head_dim;
     }
@@ -67,6 +67,7 @@ TEST(Flops, AreThoseThatALoopOverAllProductsCounts) {
         for (const int32_t tokens : {1, 15, 16, 333, 640}) {
           Settings settings = SmallSettings(policy, top_k);
           settings.dense_below = dense_below;
+          settings.parts = tokens == 640 ? 4 : 1;
           const AttentionFlops one = CountOneByOne(settings, config, tokens);
           const AttentionFlops all = CountAttentionFlops({settings, {}}, config, tokens);
           const std::string where = fmt::format("{} K={} dense_below={} {}", Name(policy), top_k, dense_below, tokens);
