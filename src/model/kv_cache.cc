@@ -3,17 +3,12 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/carver.h"
 #include "base/dtype.h"
 #include "base/errors.h"
 #include "model/distinct_settings.h"
 
 namespace phsa {
-namespace {
-
-size_t Align(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-}  // namespace
-
 PlanDesc PagedPlan(const ModelConfig& config, const Settings& settings, int32_t kv_type) {
   PlanDesc desc;
   desc.settings = settings;
@@ -42,9 +37,9 @@ PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings,
       head_dim(config.head_dim) {
   const size_t element = DtypeSize(dtype);
   const size_t rows = kPageTokens * static_cast<size_t>(num_kv_heads);
-  const size_t keys = Align(DtypeSize(kv_type) * rows * static_cast<size_t>(head_dim));
-  const size_t scales = kv_type == PHSA_INT8 ? Align(rows * sizeof(uint16_t)) : 0;
-  page_bytes = Align(kPageTokens);  // flags
+  const size_t keys = Aligned(DtypeSize(kv_type) * rows * static_cast<size_t>(head_dim));
+  const size_t scales = kv_type == PHSA_INT8 ? Aligned(rows * sizeof(uint16_t)) : 0;
+  page_bytes = Aligned(kPageTokens);  // flags
   for (int32_t i = 0; i < num_layers; ++i) {
     // The attention says how wide representatives are and how many of them a page completes; a plan of one page asks.
     PlanDesc desc = PagedPlan(config, SettingsOfLayer(config, settings, i), kv_type);
@@ -58,13 +53,13 @@ PageLayout::PageLayout(const ModelConfig& config, const LayerSettings& settings,
     layer.key_scales = layer.values + keys;
     layer.value_scales = layer.key_scales + scales;
     layer.representatives = layer.value_scales + scales;
-    size_t bytes = Align(room);
+    size_t bytes = Aligned(room);
     if (plan.SelectionSlots() > 0) {
       layer.rep_width = plan.RepWidth();
       layer.rep_rows = kPageTokens / plan.RepStride();
       overhang = std::max(overhang, kPageTokens - static_cast<int32_t>(plan.NumReps()) * plan.RepStride());
-      bytes = std::max(bytes, Align(element * static_cast<size_t>(layer.rep_rows) * static_cast<size_t>(num_kv_heads) *
-                                    static_cast<size_t>(layer.rep_width)));
+      bytes = std::max(bytes, Aligned(element * static_cast<size_t>(layer.rep_rows) *
+                                      static_cast<size_t>(num_kv_heads) * static_cast<size_t>(layer.rep_width)));
     }
     page_bytes = layer.representatives + bytes;
     representative_bytes += bytes;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "base/carver.h"
 #include "base/errors.h"
 #include "ops/cpu/kernels.h"
 
@@ -157,6 +158,21 @@ void Run(const phsa_executor& executor, int32_t tasks, void (*fn)(void*, int32_t
   }
 }
 
+// A call's workspace. With a null memory only the size is counted.
+struct Workspace {
+  Workspace(const Product& product, int64_t threads, int64_t interleaved_bytes, int64_t converted_bytes, void* memory) {
+    Carver carver(memory);
+    done = carver.Take<bool>(threads);
+    scratch = carver.Take<uint8_t>(RoundUp(static_cast<int64_t>(product.scratch_bytes), 64) * threads);
+    interleaved = carver.Take<uint8_t>(interleaved_bytes);
+    converted = carver.Take<uint8_t>(converted_bytes);
+    size = carver.size();
+  }
+  bool* done;
+  uint8_t *scratch, *interleaved, *converted;
+  size_t size;
+};
+
 }  // namespace
 
 size_t LinearWorkspaceSize(WeightType weights, ActivationType activations, int32_t m, int32_t cols, int32_t num_threads,
@@ -168,8 +184,7 @@ size_t LinearWorkspaceSize(WeightType weights, ActivationType activations, int32
   const int64_t converted =
       std::max(ConvertedBytes(product, m, cols), ConvertedBytes(product, static_cast<int32_t>(alone), cols) * threads);
   const int64_t interleaved = of_file ? InterleavedBytes(weights, cols) * threads : 0;
-  return static_cast<size_t>(RoundUp(threads, 64) + RoundUp(static_cast<int64_t>(product.scratch_bytes), 64) * threads +
-                             interleaved + converted);
+  return Workspace(product, threads, interleaved, converted, nullptr).size;
 }
 
 void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activations,
@@ -197,13 +212,12 @@ void Linear(const float* x, int64_t x_stride, int32_t m, ActivationType activati
   call.block_bytes = BlockBytes(*call.product, call.block_groups);
   call.layout = ops::LayoutOf(weights.type(), weights.cols());
   call.alone = ConvertsAlone(m, call.cols);
-  call.done = static_cast<bool*>(workspace);
-  call.scratch = static_cast<uint8_t*>(workspace) + RoundUp(threads, 64);
-  call.converted = call.scratch + RoundUp(static_cast<int64_t>(call.product->scratch_bytes), 64) * threads;
-  if (of_file) {
-    call.interleaved = call.converted;
-    call.converted += InterleavedBytes(weights.type(), call.cols) * threads;
-  }
+  const int64_t interleaved = of_file ? InterleavedBytes(weights.type(), call.cols) * threads : 0;
+  const Workspace own(*call.product, threads, interleaved, 0, workspace);
+  call.done = own.done;
+  call.scratch = own.scratch;
+  if (of_file) call.interleaved = own.interleaved;
+  call.converted = own.converted;
   std::fill_n(call.done, threads, false);
 
   if (call.product->convert != nullptr && !call.alone) {

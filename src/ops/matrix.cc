@@ -11,6 +11,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "base/carver.h"
 #include "base/dtype.h"
 #include "base/errors.h"
 #include "ops/cpu/kernels.h"
@@ -111,7 +112,7 @@ std::shared_ptr<uint8_t> Allocate(size_t size) {
     used = 0;
   }
   std::shared_ptr<uint8_t> piece(chunk, chunk.get() + used);
-  used += (size + 63) / 64 * 64;
+  used += Aligned(size);
   return piece;
 }
 

@@ -9,6 +9,7 @@
 
 #include "attention/cpu/kernels.h"
 #include "attention/plan.h"
+#include "base/carver.h"
 
 namespace phsa::cpu {
 
@@ -85,23 +86,6 @@ inline int32_t HeadsAtOnce(const PlanImpl& plan, const TileShape& shape, const P
   const int32_t tiles = std::max(1, NumTiles(seq, shape));
   return std::clamp((4 * plan.max_threads + tiles - 1) / tiles, 1, plan.num_kv_heads);
 }
-
-// Hands out aligned pieces of a buffer; with a null base it only counts.
-class Carver {
- public:
-  explicit Carver(void* base) : base_(static_cast<std::byte*>(base)) {}
-  template <class T>
-  T* Take(int64_t count) {
-    const size_t at = size_;
-    size_ = (size_ + static_cast<size_t>(std::max<int64_t>(count, 0)) * sizeof(T) + 63) / 64 * 64;
-    return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + at);
-  }
-  size_t size() const { return size_; }
-
- private:
-  std::byte* base_;
-  size_t size_ = 0;
-};
 
 // Whether a sequence's tiles are read in pieces by several workers (split.h).
 inline bool SplitsTiles(const PlanImpl& plan, const PlanSequence& seq) {

@@ -8,64 +8,48 @@
 #include <vector>
 
 #include "attention/cuda/cuda.h"
+#include "base/carver.h"
 #include "base/cuda_error.h"
 #include "base/errors.h"
 
 namespace phsa::cuda {
 namespace {
 
-constexpr size_t kAlignment = 256;
 constexpr size_t kMostDecoded = 65535;  // sequences: a grid's limit
 
-size_t Aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-template <class T>
-T* At(void* workspace, size_t offset) {
-  return reinterpret_cast<T*>(static_cast<char*>(workspace) + offset);
-}
-
-// Where the parts of the workspace begin.
-struct Layout {
-  size_t reps = 0;       // after the tables: representatives, where the caller gives no room for them, or on pages
-  size_t selection = 0;  // lists, likewise
-  size_t scratch = 0;    // of the kernels
-  size_t end = 0;
-};
-
-// The batch as the kernels read it.
+// The batch as the kernels read it, at the front of the workspace. With a null memory only the size is counted.
 struct Tables {
-  explicit Tables(const PlanImpl& plan)
-      : seqs(plan.seqs.size()),
-        kv_starts(0),
-        rep_starts(kv_starts + seqs * sizeof(int64_t)),
-        packed_rep_starts(rep_starts + seqs * sizeof(int64_t)),
-        cu_q(packed_rep_starts + seqs * sizeof(int64_t)),
-        kv_lens(cu_q + (seqs + 1) * sizeof(int32_t)),
-        lambda(kv_lens + seqs * sizeof(int32_t)),
-        size(lambda + plan.lambda.size() * sizeof(float)) {}
+  Tables(const PlanImpl& plan, void* memory) {
+    const auto seqs = static_cast<int64_t>(plan.seqs.size());
+    Carver carver(memory, sizeof(int64_t));
+    kv_starts = carver.Take<int64_t>(seqs);
+    rep_starts = carver.Take<int64_t>(seqs);
+    packed_rep_starts = carver.Take<int64_t>(seqs);
+    cu_q = carver.Take<int32_t>(seqs + 1);
+    kv_lens = carver.Take<int32_t>(seqs);
+    lambda = carver.Take<float>(static_cast<int64_t>(plan.lambda.size()));
+    size = carver.size();
+  }
 
-  size_t seqs;
-  size_t kv_starts, rep_starts, packed_rep_starts, cu_q, kv_lens, lambda, size;
+  int64_t *kv_starts, *rep_starts, *packed_rep_starts;
+  int32_t *cu_q, *kv_lens;
+  float* lambda;
+  size_t size;
 };
 
 std::vector<char> FillTables(const PlanImpl& plan) {
-  const Tables tables(plan);
-  std::vector<char> bytes(tables.size);
-  auto* kv_starts = At<int64_t>(bytes.data(), tables.kv_starts);
-  auto* rep_starts = At<int64_t>(bytes.data(), tables.rep_starts);
-  auto* packed_rep_starts = At<int64_t>(bytes.data(), tables.packed_rep_starts);
-  auto* cu_q = At<int32_t>(bytes.data(), tables.cu_q);
-  auto* kv_lens = At<int32_t>(bytes.data(), tables.kv_lens);
-  for (size_t s = 0; s < tables.seqs; ++s) {
+  std::vector<char> bytes(Tables(plan, nullptr).size);
+  const Tables tables(plan, bytes.data());
+  for (size_t s = 0; s < plan.seqs.size(); ++s) {
     const PlanSequence& seq = plan.seqs[s];
-    kv_starts[s] = seq.kv_start;
-    rep_starts[s] = seq.rep_start;
-    packed_rep_starts[s] = seq.packed_rep_start;
-    cu_q[s] = static_cast<int32_t>(seq.q_start);
-    kv_lens[s] = seq.kv_len;
+    tables.kv_starts[s] = seq.kv_start;
+    tables.rep_starts[s] = seq.rep_start;
+    tables.packed_rep_starts[s] = seq.packed_rep_start;
+    tables.cu_q[s] = static_cast<int32_t>(seq.q_start);
+    tables.kv_lens[s] = seq.kv_len;
   }
-  cu_q[tables.seqs] = static_cast<int32_t>(plan.num_queries);
-  std::copy(plan.lambda.begin(), plan.lambda.end(), At<float>(bytes.data(), tables.lambda));
+  tables.cu_q[plan.seqs.size()] = static_cast<int32_t>(plan.num_queries);
+  std::copy(plan.lambda.begin(), plan.lambda.end(), tables.lambda);
   return bytes;
 }
 
@@ -112,17 +96,27 @@ bool CopiesReps(const PlanImpl& plan) {
   return plan.page_size != 0 && plan.num_queries >= kManyQueries;
 }
 
-Layout ForwardLayout(const PlanImpl& plan) {
-  Layout layout;
-  layout.reps = Aligned(Tables(plan).size);
-  layout.selection = layout.reps + (plan.page_size == 0 || CopiesReps(plan) ? Aligned(RepBytes(plan)) : 0);
-  const size_t lists = static_cast<size_t>(plan.num_queries) * plan.selection_heads * plan.top_k;
-  layout.scratch = layout.selection + Aligned(lists * sizeof(int32_t));
-  size_t scratch = SelectWorkspaceSize(MakeShape(plan), MakeBatch(plan));
-  if (IsDecode(plan)) scratch = std::max(scratch, DecodeWorkspaceSize(MakeShape(plan), MakeBatch(plan)));
-  layout.end = layout.scratch + Aligned(scratch);
-  return layout;
-}
+// A forward's workspace. With a null memory only sizes are counted.
+struct ForwardWorkspace {
+  ForwardWorkspace(const PlanImpl& plan, void* memory) : tables(plan, memory) {
+    scratch_size = SelectWorkspaceSize(MakeShape(plan), MakeBatch(plan));
+    if (IsDecode(plan)) scratch_size = std::max(scratch_size, DecodeWorkspaceSize(MakeShape(plan), MakeBatch(plan)));
+    scratch_size = Aligned(scratch_size, kDeviceAlignment);
+    Carver carver(memory, kDeviceAlignment);
+    carver.Take<char>(static_cast<int64_t>(tables.size));
+    reps = carver.Take<char>(plan.page_size == 0 || CopiesReps(plan) ? static_cast<int64_t>(RepBytes(plan)) : 0);
+    selection = carver.Take<int32_t>(plan.num_queries * plan.selection_heads * plan.top_k);
+    scratch = carver.Take<char>(static_cast<int64_t>(scratch_size));
+    size = carver.size();
+  }
+
+  Tables tables;
+  void* reps;          // representatives, where the caller gives no room for them, or has them on pages
+  int32_t* selection;  // lists, likewise
+  void* scratch;       // of the kernels
+  size_t scratch_size = 0;
+  size_t size;
+};
 
 void Check(cudaError_t error, const char* where) {
   if (error == cudaSuccess) return;
@@ -151,15 +145,15 @@ void UploadTables(const PlanImpl& plan, void* workspace, cudaStream_t stream, co
 
 // `attends`: values and outputs are there.
 ForwardParams FromC(const PlanImpl& plan, const phsa::ForwardParams& c, bool attends, const char* where) {
-  const Tables tables(plan);
-  const Layout layout = ForwardLayout(plan);
+  const ForwardWorkspace workspace(plan, c.workspace);
+  const Tables& tables = workspace.tables;
   const bool paged = plan.page_size != 0;
   ForwardParams p{};
   p.shape = MakeShape(plan);
   p.batch = MakeBatch(plan);
-  p.batch.cu_q = At<int32_t>(c.workspace, tables.cu_q);
-  p.batch.kv_lens = At<int32_t>(c.workspace, tables.kv_lens);
-  p.batch.kv_starts = At<int64_t>(c.workspace, tables.kv_starts);
+  p.batch.cu_q = tables.cu_q;
+  p.batch.kv_lens = tables.kv_lens;
+  p.batch.kv_starts = tables.kv_starts;
   p.batch.page_table = c.kv.page_table;
   p.batch.page_table_stride = c.kv.page_table_stride;
   if (c.q != nullptr) p.q = MakeRows(where, "q", c.q, c.q_token_stride, c.q_head_stride);
@@ -172,30 +166,29 @@ ForwardParams FromC(const PlanImpl& plan, const phsa::ForwardParams& c, bool att
   if (c.kv.reps != nullptr) {
     p.reps = MakeRows(where, "kv.reps", c.kv.reps, c.kv.rep_row_stride, c.kv.rep_head_stride,
                       paged ? c.kv.rep_page_stride : 0);
-    p.batch.rep_starts = At<int64_t>(c.workspace, tables.rep_starts);
+    p.batch.rep_starts = tables.rep_starts;
   } else if (plan.top_k > 0) {
     if (paged) ThrowInvalid("{}: kv.reps is null, which CUDA kernels take with contiguous keys only", where);
-    p.reps = {At<void>(c.workspace, layout.reps), int64_t{plan.num_kv_heads} * plan.rep_width, plan.rep_width, 0};
-    p.batch.rep_starts = At<int64_t>(c.workspace, tables.packed_rep_starts);
+    p.reps = {workspace.reps, int64_t{plan.num_kv_heads} * plan.rep_width, plan.rep_width, 0};
+    p.batch.rep_starts = tables.packed_rep_starts;
   }
   p.flags = c.kv.flags;
   p.flags_page_stride = c.kv.flags_page_stride;
-  p.lambda = At<float>(c.workspace, tables.lambda);
+  p.lambda = tables.lambda;
   p.lse = c.lse;
-  p.selection = c.selection != nullptr ? c.selection : At<int32_t>(c.workspace, layout.selection);
+  p.selection = c.selection != nullptr ? c.selection : workspace.selection;
   p.selection_scores = c.selection_scores;
-  p.workspace = At<void>(c.workspace, layout.scratch);
-  p.workspace_size = layout.end - layout.scratch;
+  p.workspace = workspace.scratch;
+  p.workspace_size = workspace.scratch_size;
   return p;
 }
 
-void SelectBlocks(const PlanImpl& plan, const ForwardParams& p, void* workspace, cudaStream_t stream,
-                  const char* where) {
+void SelectBlocks(const PlanImpl& plan, const ForwardParams& p, void* memory, cudaStream_t stream, const char* where) {
   if (!CopiesReps(plan)) return Check(Select(p, stream), where);
+  const ForwardWorkspace workspace(plan, memory);
   ForwardParams packed = p;
-  packed.reps = {At<void>(workspace, ForwardLayout(plan).reps), int64_t{plan.num_kv_heads} * plan.rep_width,
-                 plan.rep_width, 0};
-  packed.batch.rep_starts = At<int64_t>(workspace, Tables(plan).packed_rep_starts);
+  packed.reps = {workspace.reps, int64_t{plan.num_kv_heads} * plan.rep_width, plan.rep_width, 0};
+  packed.batch.rep_starts = workspace.tables.packed_rep_starts;
   packed.batch.page_size = 0;
   Check(PackRepresentatives(p, packed.batch.rep_starts, packed.reps.data, stream), where);
   Check(Select(packed, stream), where);
@@ -224,9 +217,10 @@ void Prepare(PlanImpl* plan) {
   const Shape shape = MakeShape(*plan);
   if (const char* reason = Unsupported(shape, plan->max_kv_len)) Throw(PHSA_UNSUPPORTED, "plan: {}", reason);
   plan->device_tables = FillTables(*plan);
-  plan->workspace_size = ForwardLayout(*plan).end;
+  plan->workspace_size = ForwardWorkspace(*plan, nullptr).size;
   if (plan->page_size == 0 && plan->self_attention) {  // else Plan refuses a backward
-    plan->backward_workspace_size = Aligned(Tables(*plan).size) + BackwardWorkspaceSize(shape, MakeBatch(*plan));
+    plan->backward_workspace_size =
+        Aligned(Tables(*plan, nullptr).size, kDeviceAlignment) + BackwardWorkspaceSize(shape, MakeBatch(*plan));
   }
 }
 
@@ -298,14 +292,14 @@ void Backward(const PlanImpl& plan, const phsa::BackwardParams& params) {
     if (seq.kv_start != seq.q_start) Throw(PHSA_UNSUPPORTED, "backward: the CUDA kernels take packed keys");
   }
   const cudaStream_t stream = Stream(params.stream);
-  const Tables tables(plan);
+  const Tables tables(plan, params.workspace);
   const auto rows = [](const char* name, const void* data, int64_t token_stride, int64_t head_stride) {
     return MakeRows("backward", name, data, token_stride, head_stride);
   };
   BackwardParams b{};
   b.shape = MakeShape(plan);
   b.batch = MakeBatch(plan);
-  b.batch.cu_q = At<int32_t>(params.workspace, tables.cu_q);
+  b.batch.cu_q = tables.cu_q;
   b.q = rows("q", params.q, params.q_token_stride, params.q_head_stride);
   b.k = rows("kv.k", params.kv.k, params.kv.k_token_stride, params.kv.k_head_stride);
   b.v = rows("kv.v", params.kv.v, params.kv.v_token_stride, params.kv.v_head_stride);
@@ -316,8 +310,8 @@ void Backward(const PlanImpl& plan, const phsa::BackwardParams& params) {
   b.d_v = rows("d_v", params.d_v, params.d_v_token_stride, params.d_v_head_stride);
   b.lse = params.lse;
   b.selection = params.selection;
-  const size_t begin = Aligned(tables.size);
-  b.workspace = At<void>(params.workspace, begin);
+  const size_t begin = Aligned(tables.size, kDeviceAlignment);
+  b.workspace = static_cast<char*>(params.workspace) + begin;
   b.workspace_size = plan.backward_workspace_size - begin;
   UploadTables(plan, params.workspace, stream, "backward");
   Check(Backward(b, stream), "backward");

@@ -15,6 +15,7 @@
 
 #include "attention/cuda/device.cuh"
 #include "attention/cuda/wgmma.cuh"
+#include "base/carver.h"
 
 namespace phsa::cuda {
 namespace {
@@ -59,8 +60,6 @@ struct Workspace {
   uint32_t list_magic;     // and by those that share a list
 };
 
-size_t Align(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
 uint32_t Magic(int divisor) {
   return divisor == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + divisor - 1) / divisor);
 }
@@ -89,25 +88,19 @@ size_t Layout(const Shape& shape, const Batch& batch, void* memory, Workspace* w
   w->init_tiles = static_cast<int32_t>((std::min<int64_t>(shape.init_blocks, longest) + kKeyBlocks - 1) / kKeyBlocks);
   const size_t ranges = static_cast<size_t>(batch.total_q) / kInitRange + batch.num_seqs;
 
-  char* base = static_cast<char*>(memory);
-  size_t at = 0;
-  auto take = [&](size_t bytes) {
-    char* here = base + at;
-    at += Align(bytes);
-    return here;
-  };
-  auto ints = [&](size_t count) { return reinterpret_cast<int32_t*>(take(count * sizeof(int32_t))); };
-  w->delta = reinterpret_cast<float*>(take(static_cast<size_t>(batch.total_q) * shape.num_q_heads * sizeof(float)));
-  w->counts = ints(lists);
-  w->offsets = ints(lists + 1);
-  w->cursors = ints(lists);
-  w->item_starts = ints(lists + 1);
-  w->item_blocks = ints(items_per_head * heads);
-  w->unordered = ints(edges_per_head * heads);
-  w->edges = ints(edges_per_head * heads);
-  w->chosen = reinterpret_cast<float4*>(take(w->max_items * partial));
-  w->init = reinterpret_cast<float4*>(take(ranges * shape.num_kv_heads * w->init_tiles * kKeyBlocks * partial));
-  return at;
+  Carver carver(memory, kDeviceAlignment);
+  w->delta = carver.Take<float>(static_cast<size_t>(batch.total_q) * shape.num_q_heads);
+  w->counts = carver.Take<int32_t>(lists);
+  w->offsets = carver.Take<int32_t>(lists + 1);
+  w->cursors = carver.Take<int32_t>(lists);
+  w->item_starts = carver.Take<int32_t>(lists + 1);
+  w->item_blocks = carver.Take<int32_t>(items_per_head * heads);
+  w->unordered = carver.Take<int32_t>(edges_per_head * heads);
+  w->edges = carver.Take<int32_t>(edges_per_head * heads);
+  const size_t partial_rows = partial / sizeof(float4);
+  w->chosen = carver.Take<float4>(w->max_items * partial_rows);
+  w->init = carver.Take<float4>(ranges * shape.num_kv_heads * w->init_tiles * kKeyBlocks * partial_rows);
+  return carver.size();
 }
 
 // A stretch of one sequence.

@@ -17,6 +17,7 @@
 #include <cmath>
 
 #include "attention/cuda/device.cuh"
+#include "base/carver.h"
 
 namespace phsa::cuda {
 namespace {
@@ -47,8 +48,6 @@ struct Workspace {
   int64_t reads;  // blocks that a query reads, at most
 };
 
-size_t Align(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
 bool Chooses(const Shape& shape, const Batch& batch) {
   const int last = (batch.max_kv_len - 1) / kBlock;
   return shape.top_k > 0 && !shape.Dense(last) && shape.Candidates(last) > 0;
@@ -70,23 +69,17 @@ size_t Layout(const Shape& shape, const Batch& batch, void* memory, Workspace* w
   w->splits = static_cast<int32_t>((read + kWarps * w->blocks_per_warp - 1) / (kWarps * w->blocks_per_warp));
   w->score_stride = static_cast<int32_t>((all_blocks + kWarpReps - 1) / kWarpReps * kWarpReps);
   w->sum_stride = w->score_stride * shape.parts / kWarpReps;
-  char* base = static_cast<char*>(memory);
-  size_t at = 0;
-  auto take = [&](size_t bytes) {
-    char* here = base + at;
-    at += Align(bytes);
-    return here;
-  };
+  Carver carver(memory, kDeviceAlignment);
   const size_t score_rows = Chooses(shape, batch) ? pairs * group : 0;
-  w->scores = reinterpret_cast<float*>(take(score_rows * w->score_stride * sizeof(float)));
-  w->sums = reinterpret_cast<float2*>(take(score_rows * w->sum_stride * sizeof(float2)));
+  w->scores = carver.Take<float>(score_rows * w->score_stride);
+  w->sums = carver.Take<float2>(score_rows * w->sum_stride);
   const size_t group_rows = score_rows > 0 && all_blocks > kCachedScores ? pairs : 0;
-  w->group = reinterpret_cast<uint32_t*>(take(group_rows * w->score_stride * sizeof(uint32_t)));
-  w->selection = reinterpret_cast<int32_t*>(take(pairs * shape.top_k * sizeof(int32_t)));
-  w->partial = reinterpret_cast<float*>(take(pairs * w->splits * group * shape.head_dim * sizeof(float)));
-  w->partial_sums = reinterpret_cast<float2*>(take(pairs * w->splits * group * sizeof(float2)));
-  w->finished = reinterpret_cast<int32_t*>(take(pairs * sizeof(int32_t)));
-  return at;
+  w->group = carver.Take<uint32_t>(group_rows * w->score_stride);
+  w->selection = carver.Take<int32_t>(pairs * shape.top_k);
+  w->partial = carver.Take<float>(pairs * w->splits * group * shape.head_dim);
+  w->partial_sums = carver.Take<float2>(pairs * w->splits * group);
+  w->finished = carver.Take<int32_t>(pairs);
+  return carver.size();
 }
 
 // Programmatic dependent launch: the next kernel of the three may start while this one runs, and waits for its end

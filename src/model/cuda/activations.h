@@ -11,28 +11,6 @@
 
 namespace phsa::cuda {
 
-inline size_t Aligned(size_t bytes) {
-  constexpr size_t kAlignment = 256;  // cuBLASLt's products want it
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
-
-// Arrays one behind the other in one piece of memory. Without an address only the size is counted.
-class Arena {
- public:
-  explicit Arena(uint8_t* memory) : memory_(memory) {}
-  template <class T>
-  T* Take(size_t count) {
-    const size_t at = size_;
-    size_ += Aligned(count * sizeof(T));
-    return memory_ != nullptr ? reinterpret_cast<T*>(memory_ + at) : nullptr;
-  }
-  size_t size() const { return size_; }
-
- private:
-  uint8_t* memory_;
-  size_t size_ = 0;
-};
-
 inline int32_t QWidth(const ModelConfig& config) { return config.num_q_heads * config.head_dim; }
 inline int32_t QkvWidth(const ModelConfig& config) {
   return (config.num_q_heads + 2 * config.num_kv_heads) * config.head_dim;

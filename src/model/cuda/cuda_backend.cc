@@ -5,6 +5,7 @@
 
 #include "attention/cuda/backend.h"
 #include "attention/cuda/cuda.h"
+#include "base/carver.h"
 #include "base/dtype.h"
 #include "base/errors.h"
 #include "model/cuda/decode_graphs.h"
@@ -36,8 +37,8 @@ size_t AttentionBytes(const ModelConfig& config, int32_t kv_dtype, int32_t max_r
   const size_t representatives = static_cast<size_t>(batch.max_kv_len / kBlockTokens) *
                                  static_cast<size_t>(config.num_kv_heads * config.head_dim) * DtypeSize(kv_dtype);
   constexpr size_t kTables = size_t{1} << 20;  // what a plan copies in front of it
-  return Aligned(SelectWorkspaceSize(shape, batch)) + Aligned(lists * sizeof(int32_t)) + Aligned(representatives) +
-         kTables;
+  return Aligned(SelectWorkspaceSize(shape, batch), kDeviceAlignment) +
+         Aligned(lists * sizeof(int32_t), kDeviceAlignment) + Aligned(representatives, kDeviceAlignment) + kTables;
 }
 
 class CudaBackend final : public ModelBackend {
@@ -196,16 +197,16 @@ void CudaBackend::Attend(int32_t layer, const StepGroup& group, const Plan& plan
   const bool apart = timer_.timed() && slots > 0 && !decodes;
   if (trace != nullptr || apart) {
     const auto lay_out = [&](uint8_t* memory) {
-      Arena arena(memory);
-      auto* const selection = arena.Take<int32_t>(slots);
-      auto* const lse = arena.Take<float>(sums);
-      auto* const scores = arena.Take<float>(slots);
+      Carver carver(memory, kDeviceAlignment);
+      auto* const selection = carver.Take<int32_t>(slots);
+      auto* const lse = carver.Take<float>(sums);
+      auto* const scores = carver.Take<float>(slots);
       if (memory != nullptr) {
         if (slots > 0) forward.selection = selection;
         if (trace != nullptr) forward.lse = lse;
         if (trace != nullptr && slots > 0) forward.selection_scores = scores;
       }
-      return arena.size();
+      return carver.size();
     };
     if (const size_t bytes = lay_out(nullptr); traced_.size() < bytes) {
       Check(cudaStreamSynchronize(stream()), kStep);

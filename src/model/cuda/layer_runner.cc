@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/carver.h"
 #include "base/errors.h"
 #include "io/architecture.h"
 #include "ops/cuda/experts.h"
@@ -21,7 +22,7 @@ GateParams GateOf(const ModelConfig& config) {
   return {kind, config.swiglu_alpha, config.swiglu_limit};
 }
 
-size_t DequantizedBytes(size_t largest_int8) { return Aligned(largest_int8 * sizeof(uint16_t)); }
+size_t DequantizedBytes(size_t largest_int8) { return Aligned(largest_int8 * sizeof(uint16_t), kDeviceAlignment); }
 
 }  // namespace
 

@@ -2,23 +2,23 @@
 
 #include <algorithm>
 
-#include "model/cuda/activations.h"
+#include "base/carver.h"
 #include "model/cuda/step_timer.h"
 
 namespace phsa::cuda {
 
 StepData::StepData(size_t rows, size_t items, size_t stride, size_t wanted_rows, uint8_t* memory) {
-  Arena arena(memory);
-  cache_rows = arena.Take<int64_t>(rows);
-  flag_rows = arena.Take<int64_t>(rows);
-  tokens = arena.Take<int32_t>(rows);
-  positions = arena.Take<int32_t>(rows);
-  kv_lens = arena.Take<int32_t>(items);
-  page_table = arena.Take<int32_t>(items * stride);
-  wanted = arena.Take<int32_t>(wanted_rows);
-  asked = arena.Take<int32_t>(wanted_rows);
-  flags = arena.Take<uint8_t>(rows);
-  size = arena.size();
+  Carver carver(memory, kDeviceAlignment);
+  cache_rows = carver.Take<int64_t>(rows);
+  flag_rows = carver.Take<int64_t>(rows);
+  tokens = carver.Take<int32_t>(rows);
+  positions = carver.Take<int32_t>(rows);
+  kv_lens = carver.Take<int32_t>(items);
+  page_table = carver.Take<int32_t>(items * stride);
+  wanted = carver.Take<int32_t>(wanted_rows);
+  asked = carver.Take<int32_t>(wanted_rows);
+  flags = carver.Take<uint8_t>(rows);
+  size = carver.size();
 }
 
 size_t StepStaging::Bytes(int32_t max_rows) {

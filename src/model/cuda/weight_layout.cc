@@ -9,8 +9,6 @@
 namespace phsa::cuda {
 namespace {
 
-constexpr size_t kAlignment = 256;  // cuBLASLt's products want it
-
 // Of one element; int8: of its code.
 size_t ElementBytes(WeightType type) {
   switch (type) {
@@ -28,12 +26,6 @@ size_t PackedRowBytes(WeightType type, int64_t cols) {
   return width * ElementBytes(type) + scales;
 }
 
-uint8_t* WeightLayout::TakeBytes(size_t count) {
-  uint8_t* const begin = memory_ != nullptr ? memory_ + bytes : nullptr;
-  bytes += (count + kAlignment - 1) / kAlignment * kAlignment;
-  return begin;
-}
-
 MatrixView WeightLayout::Take(const std::vector<Part>& parts, int64_t cols, WeightType type) {
   const auto exists = [&](const Part& part) { return names_.contains(part.name); };
   if (std::ranges::none_of(parts, exists)) return {};
@@ -42,17 +34,17 @@ MatrixView WeightLayout::Take(const std::vector<Part>& parts, int64_t cols, Weig
   for (const Part& part : parts) rows += static_cast<size_t>(part.rows);
   PackedRows all;
   all.type = type;
-  all.data = TakeBytes(rows * row_bytes);
+  all.data = carver_.Take<uint8_t>(static_cast<int64_t>(rows * row_bytes));
   if (type == WeightType::kInt8) {
     PHSA_CHECK(width % kWeightGroup == 0);
-    all.scales = reinterpret_cast<uint16_t*>(TakeBytes(rows * (width / kWeightGroup) * sizeof(uint16_t)));
-    all.factors = reinterpret_cast<float*>(TakeBytes(rows * sizeof(float)));
+    all.scales = carver_.Take<uint16_t>(static_cast<int64_t>(rows * (width / kWeightGroup)));
+    all.factors = carver_.Take<float>(static_cast<int64_t>(rows));
     largest_int8 = std::max(largest_int8, rows * width);
   }
   PackedRows next = all;
   for (const Part& part : parts) {
     if (exists(part)) places[part.name] = next;
-    if (memory_ == nullptr) continue;
+    if (all.data == nullptr) continue;
     const auto count = static_cast<size_t>(part.rows);
     next.data += count * row_bytes;
     if (type != WeightType::kInt8) continue;
@@ -93,7 +85,8 @@ float HalfScale(const ModelConfig& config, const float* post_norm) {
   return post_norm != nullptr ? 1.0f : config.residual_scale;
 }
 
-WeightLayout::WeightLayout(const ModelSource& source, WeightsMode mode, uint8_t* memory) : memory_(memory) {
+WeightLayout::WeightLayout(const ModelSource& source, WeightsMode mode, uint8_t* memory)
+    : carver_(memory, kDeviceAlignment) {
   const ModelConfig& config = source.config();
   for (const ModelTensor& tensor : ModelTensors(source)) names_.insert(tensor.name);
   const int64_t hidden = config.hidden, intermediate = config.intermediate, vocab = config.vocab_size;
@@ -140,6 +133,7 @@ WeightLayout::WeightLayout(const ModelSource& source, WeightsMode mode, uint8_t*
     scaled(mlp_normed ? weight(names.mlp_post_norm) : bias(names.down), config.residual_scale);
     layers.push_back(layer);
   }
+  bytes = carver_.size();
   for (const std::string& name : names_) PHSA_CHECK(places.contains(name));
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/carver.h"
 #include "model/weights.h"
 #include "ops/cuda/matrix_view.h"
 
@@ -77,10 +78,9 @@ class WeightLayout {
   };
   // Memory for these tensors, one behind the other; null where the model has none of them.
   MatrixView Take(const std::vector<Part>& parts, int64_t cols, WeightType type);
-  uint8_t* TakeBytes(size_t count);
   DeviceLayer::Experts TakeExperts(const ModelConfig& config, int32_t layer);
 
-  uint8_t* memory_;
+  Carver carver_;
   std::set<std::string> names_;  // of the tensors that the model has
 };
 
