@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/simd.h"
 #include "ops/linear.h"
-#include "ops/targets.h"
 #include "peak.h"
 #include "phsa/threads.h"
 
@@ -80,7 +80,7 @@ Options Parse(int argc, char** argv) {
     } else if (flag == "--repeat") {
       o.repeat = std::max(1, std::atoi(value.c_str()));
     } else if (flag == "--target") {
-      phsa::SetOpsTarget(value);
+      phsa::SetSimd(value);
     } else if (flag == "--onednn") {
       o.onednn = value == "1";
     } else {
@@ -265,7 +265,7 @@ int main(int argc, char** argv) {
   phsa::ThreadPool pool(o.threads);
   const double peak = PeakGflops(pool), read = ReadGigabytes(pool);
   std::printf("target %s, %d threads; f32 multiply-adds %.0f GFLOP/s, reading %.1f GB/s\n\n",
-              phsa::OpsTargetName().c_str(), o.threads, peak, read);
+              phsa::Name(phsa::ActiveSimd()), o.threads, peak, read);
   std::printf("| weights/x | W | m | µs | GFLOP/s | of peak | GB/s | of reading | oneDNN GFLOP/s | ratio | error |\n");
   std::printf("|---|---|---|---|---|---|---|---|---|---|---|\n");
   bool right = true;

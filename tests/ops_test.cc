@@ -12,9 +12,10 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/errors.h"
+#include "base/simd.h"
 #include "ops/layers.h"
 #include "ops/linear.h"
-#include "ops/targets.h"
 #include "phsa/threads.h"
 
 namespace phsa {
@@ -42,13 +43,15 @@ std::string Name(const Pair& pair) {
 
 class Ops : public testing::Test {
  protected:
-  void SetUp() override { first_target_ = OpsTargetName(); }
-  void TearDown() override { SetOpsTarget(first_target_); }
+  void SetUp() override { first_target_ = Name(ActiveSimd()); }
+  void TearDown() override { SetSimd(first_target_); }
 
   template <class Body>
   void ForEachTarget(Body&& body) {
-    for (const std::string& target : OpsTargetNames()) {
-      SetOpsTarget(target);
+    for (const Simd simd : SimdTargets()) {
+      if (simd == Simd::kReference) continue;  // of the attention
+      const std::string target = Name(simd);
+      SetSimd(target);
       SCOPED_TRACE("target " + target);
       body();
     }
@@ -194,7 +197,7 @@ void ExpectProduct(const Weights& w, const std::vector<float>& x, int32_t m, Act
         minima += std::fabs(e * w.minimum[at]);
       }
       // Matrix tiles take a group's sum of x, which meets the minimum, in two bf16.
-      if (activations == ActivationType::kInt8 || OpsTargetName() != "avx3_amx") minima = 0;
+      if (activations == ActivationType::kInt8 || ActiveSimd() != Simd::kAvx3Amx) minima = 0;
       const double bound = size * (2 * cols + 16) * 0x1p-24 + minima * 0x1p-17 + 1e-30;
       ASSERT_NEAR(y[static_cast<size_t>(r) * static_cast<size_t>(rows) + static_cast<size_t>(n)], sum, bound)
           << "row " << r << " of x, row " << n << " of W, " << rows << " × " << cols;
@@ -290,9 +293,10 @@ TEST_F(Ops, Int8ActivationsGiveTheSameBitsOnEveryTargetWithFusedMultiplyAdd) {
     const Weights w = MakeWeights(type, 35, 320, 31);
     const std::vector<float> x = RandomFloats(10 * 320, 32);
     std::vector<float> first;
-    for (const std::string& target : OpsTargetNames()) {
-      if (target == "sse4" || target == "portable") continue;
-      SetOpsTarget(target);
+    for (const Simd simd : SimdTargets()) {
+      if (simd == Simd::kSse4 || simd == Simd::kPortable) continue;
+      const std::string target = Name(simd);
+      SetSimd(target);
       const auto y = Multiply(x, 10, ActivationType::kInt8, {{&w.matrix}})[0];
       if (first.empty()) first = y;
       EXPECT_EQ(y, first) << WeightTypeName(type) << " on " << target;
@@ -805,11 +809,10 @@ TEST_F(Ops, LogSumExpHoldsForLargeLogitsAndSumsAll) {
 
 TEST_F(Ops, AnUnknownTargetIsRefusedByName) {
   try {
-    SetOpsTarget("mmx");
+    SetSimd("mmx");
     FAIL() << "accepted";
   } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("\"mmx\""), std::string::npos) << error.what();
-    EXPECT_NE(std::string(error.what()).find(OpsTargetNames().front()), std::string::npos) << error.what();
+    EXPECT_EQ(error.what(), "set_target: no target \"mmx\" on this machine; allowed: " + SimdNames());
   }
 }
 

@@ -298,8 +298,8 @@ PHSA_API int32_t phsa_abi_version(void);
 /* Whether this build has kernels for a phsa_device; there may still be no such device. */
 PHSA_API int32_t phsa_has_device(int32_t device);
 
-/* The backends and SIMD targets that this machine can run, best first, separated by spaces ("avx3_bf16 avx3_dl avx2
- * … reference"), and the one in use. The environment's PHSA_BACKEND (reference or cpu) and PHSA_TARGET, or
+/* The backends and SIMD targets that this machine can run, best first, separated by spaces ("avx3_bf16 avx3_vnni
+ * avx3 avx2 … reference"), and the one in use. The environment's PHSA_BACKEND (reference or cpu) and PHSA_TARGET, or
  * phsa_set_target, choose another: for tests and bug reports. Not to be called while attention runs. */
 PHSA_API const char* phsa_targets(void);
 PHSA_API const char* phsa_target(void);

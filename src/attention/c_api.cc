@@ -8,8 +8,8 @@
 #include "attention/c_structs.h"
 #include "attention/cuda/backend.h"
 #include "attention/policies.h"
-#include "attention/targets.h"
 #include "base/errors.h"
+#include "base/simd.h"
 #include "phsa/attention.h"
 #include "phsa/punctuation.h"
 #include "phsa/threads.h"
@@ -268,18 +268,18 @@ int32_t phsa_has_device(int32_t device) {
 }
 
 const char* phsa_targets(void) {
-  static const std::string names = phsa::TargetNames();
+  static const std::string names = phsa::SimdNames();
   return names.c_str();
 }
 
 const char* phsa_target(void) {
   thread_local std::string name;
   // The analyzer takes it for a variable that ends with the function.
-  return Guarded([&] { name = phsa::TargetName(); }) == PHSA_OK ? name.c_str() : "";  // NOLINT(clang-analyzer-*)
+  return Guarded([&] { name = phsa::Name(phsa::ActiveSimd()); }) == PHSA_OK ? name.c_str() : "";  // NOLINT(clang-analyzer-*)
 }
 
 phsa_status phsa_set_target(const char* name) {
-  return Guarded([&] { phsa::SetTarget(&Given(name, "name")); });
+  return Guarded([&] { phsa::SetSimd(&Given(name, "name")); });
 }
 
 }  // extern "C"

@@ -6,8 +6,8 @@
 
 #include "attention/cpu/workspace.h"
 #include "attention/cuda/backend.h"
-#include "attention/targets.h"
 #include "base/errors.h"
+#include "base/simd.h"
 
 namespace phsa {
 namespace {
@@ -159,6 +159,8 @@ void CheckWorkspace(const void* workspace, size_t size, size_t needed, const cha
                  workspace == nullptr ? 0 : size, workspace, needed);
   }
 }
+
+const Backend& ActiveBackend() { return ActiveSimd() == Simd::kReference ? ReferenceBackend() : CpuBackend(); }
 
 // What a stage reads and writes.
 enum class Needs { kKeys, kQueries, kAll, kForward };

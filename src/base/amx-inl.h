@@ -1,5 +1,5 @@
-// Matrix tiles (AMX), for the files that multiply with them: to be included inside their namespaces, behind <cpuid.h>,
-// <immintrin.h>, <sys/syscall.h> and <unistd.h>. GCC 12's own intrinsics for tiles do not tell it that they read
+// Matrix tiles (AMX), for the files that multiply with them: to be included inside their namespaces, behind
+// <immintrin.h>. GCC 12's own intrinsics for tiles do not tell it that they read
 // memory.
 
 #define PHSA_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::)
@@ -10,16 +10,6 @@
 // sums += x · operand: pairs of bf16; bytes, those of x with a sign, those of the operand with or without.
 #define PHSA_TILE_BF16(sums, x, operand) asm volatile("tdpbf16ps %%tmm" #operand ", %%tmm" #x ", %%tmm" #sums ::)
 #define PHSA_TILE_INT8(sums, x, operand) asm volatile("tdpbssd %%tmm" #operand ", %%tmm" #x ", %%tmm" #sums ::)
-
-// Whether there are tiles of both types, and the system lets this process use them: it has to be asked, once.
-inline bool AmxIsThere() {
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
-  if ((d & (kBf16 | kTile | kInt8)) != (kBf16 | kTile | kInt8) || !__builtin_cpu_supports("avx512bf16")) return false;
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
 
 // The shapes of tiles, in use from Load() until it dies.
 class TileShapes {

@@ -2,15 +2,13 @@
 #include "attention/cpu/kernels.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
-#include <string_view>
 #include <type_traits>
 
 #include "base/dtype.h"
-
-// Arrays of vectors need vectors of a known size, so the scalable targets are out. SSSE3 adds nothing over SSE4 here.
-#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3)
+#include "base/simd_highway.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "attention/cpu/kernels.cc"
@@ -681,23 +679,8 @@ float DotProduct(const float* a, const float* b, int n) {
   return SumLanes(d, total);
 }
 
-const char* TargetLabel() {
-  switch (HWY_TARGET) {
-#if HWY_ARCH_X86
-    case HWY_AVX3: return "avx3";
-    case HWY_AVX2: return "avx2";
-    case HWY_SSE4: return "sse4";
-#endif
-#if HWY_ARCH_ARM
-    case HWY_NEON: return "neon";
-#endif
-    default: return "portable";
-  }
-}
-
 Kernels GetKernels() {
-  return {TargetLabel(),
-          {1, &PackPanel, &PackValues, &PackPanelCodes, &PackValuesCodes, &Dot, &Accumulate, &Softmax},
+  return {{1, &PackPanel, &PackValues, &PackPanelCodes, &PackValuesCodes, &Dot, &Accumulate, &Softmax},
           nullptr,
           &ToF32,
           &FromF32,
@@ -726,37 +709,24 @@ namespace phsa::cpu {
 
 HWY_EXPORT(GetKernels);
 
-std::vector<const Kernels*> AvailableKernels() {
-  static const std::vector<Kernels> tables = [] {
-    std::vector<Kernels> all;
-    // Ascending bits are descending capability.
-    for (const int64_t target : hwy::SupportedAndGeneratedTargets()) {
-      hwy::SetSupportedTargetsForTest(target);
-      hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-      Kernels kernels = HWY_DYNAMIC_DISPATCH(GetKernels)();
-      if (all.empty()) {
-        if (const Products* bf16 = Avx512Bf16Products(); bf16 != nullptr && std::string_view(kernels.name) == "avx3") {
-          Kernels with_bf16 = kernels;
-          with_bf16.name = "avx3_bf16";
-          with_bf16.bf16 = bf16;
-          if (const Products* amx = AmxProducts(); amx != nullptr) {
-            Kernels with_amx = kernels;
-            with_amx.name = "avx3_amx";
-            with_amx.bf16 = amx;
-            all.push_back(with_amx);
-          }
-          all.push_back(with_bf16);
-        }
-      }
-      all.push_back(kernels);
-    }
-    hwy::SetSupportedTargetsForTest(0);
-    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+const Kernels& KernelsOf(Simd target) {
+  static const std::array<Kernels, kSimdTargets> tables = [] {
+    const std::vector<Simd>& there = SimdTargets();
+    std::array<Kernels, kSimdTargets> all{};
+    const auto at = [&](Simd simd) -> Kernels& { return all[static_cast<size_t>(simd)]; };
+    ForEachHighwayTarget([&](Simd simd) { at(simd) = HWY_DYNAMIC_DISPATCH(GetKernels)(); });
+    // Files with instructions of their own are not entered where the CPU lacks them.
+    const auto add = [&](Simd simd, const Products* (*products)()) {
+      if (std::find(there.begin(), there.end(), simd) == there.end()) return;
+      at(simd) = at(Simd::kAvx3);
+      at(simd).bf16 = products();
+    };
+    add(Simd::kAvx3Bf16, &Avx512Bf16Products);
+    add(Simd::kAvx3Amx, &AmxProducts);
     return all;
   }();
-  std::vector<const Kernels*> pointers;
-  for (const Kernels& table : tables) pointers.push_back(&table);
-  return pointers;
+  // Integer dot products have nothing to do here.
+  return tables[static_cast<size_t>(target == Simd::kAvx3Vnni ? Simd::kAvx3 : target)];
 }
 
 }  // namespace phsa::cpu

@@ -16,7 +16,8 @@
 #define PHSA_ATTENTION_CPU_KERNELS_H_
 
 #include <cstdint>
-#include <vector>
+
+#include "base/simd.h"
 
 namespace phsa::cpu {
 
@@ -49,7 +50,6 @@ struct Products {
 };
 
 struct Kernels {
-  const char* name;
   Products f32;
   const Products* bf16;  // null where the CPU has no bf16 dot product
 
@@ -90,14 +90,13 @@ struct Kernels {
   float (*dot_product)(const float* a, const float* b, int n);
 };
 
-// The targets that this CPU runs, best first.
-std::vector<const Kernels*> AvailableKernels();
-// The one in use (targets.cc).
-const Kernels& ActiveKernels();
+// Those of a target that this CPU runs (base/simd.h). Targets that bring nothing for the attention share a table.
+const Kernels& KernelsOf(Simd target);
+inline const Kernels& ActiveKernels() { return KernelsOf(ActiveSimd()); }
 
-// The bf16 products of kernels_avx512bf16.cc, or null where the CPU (or this build) lacks the instructions.
+// The bf16 products of kernels_avx512bf16.cc, and the same with dot and accumulate on matrix tiles (kernels_amx.cc),
+// for CPUs that have the instructions; null in builds that lack them.
 const Products* Avx512Bf16Products();
-// The same with dot and accumulate on matrix tiles (kernels_amx.cc), or null.
 const Products* AmxProducts();
 
 inline const Products& ProductsFor(const Kernels& kernels, bool bf16) {

@@ -5,10 +5,7 @@
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 
-#include <cpuid.h>
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 namespace phsa::cpu {
 namespace {
@@ -167,7 +164,7 @@ void Accumulate(const uint32_t* const* p, int rows, int words, int step, const u
 
 const Products* AmxProducts() {
   const Products* without = Avx512Bf16Products();
-  if (without == nullptr || !AmxIsThere()) return nullptr;
+  if (without == nullptr) return nullptr;
   static const Products products = [without] {
     Products tiles = *without;
     tiles.dot = &Dot;

@@ -228,7 +228,7 @@ const Products kProducts = {2, &PackPanel, &PackValues, &PackPanelCodes, &PackVa
 
 }  // namespace
 
-const Products* Avx512Bf16Products() { return __builtin_cpu_supports("avx512bf16") ? &kProducts : nullptr; }
+const Products* Avx512Bf16Products() { return &kProducts; }
 
 }  // namespace phsa::cpu
 

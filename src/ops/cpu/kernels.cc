@@ -5,6 +5,7 @@
 #include "ops/cpu/kernels.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -12,10 +13,8 @@
 #include <utility>
 
 #include "base/dtype.h"
+#include "base/simd_highway.h"
 #include "ops/layers.h"
-
-// Arrays of vectors need vectors of a known size, so the scalable targets are out. SSSE3 adds nothing over SSE4 here.
-#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3)
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/cpu/kernels.cc"
@@ -713,25 +712,10 @@ constexpr Product MakeProduct() {
           kInPlace ? nullptr : &Convert<kActivations>, &Multiply<kWeights>};
 }
 
-const char* TargetLabel() {
-  switch (HWY_TARGET) {
-#if HWY_ARCH_X86
-    case HWY_AVX3: return "avx3";
-    case HWY_AVX2: return "avx2";
-    case HWY_SSE4: return "sse4";
-#endif
-#if HWY_ARCH_ARM
-    case HWY_NEON: return "neon";
-#endif
-    default: return "portable";
-  }
-}
-
 Kernels GetKernels() {
   using W = WeightType;
   using A = ActivationType;
-  return {TargetLabel(),
-          {{MakeProduct<W::kF32, A::kF32>(), {}, {}},
+  return {{{MakeProduct<W::kF32, A::kF32>(), {}, {}},
            {{}, MakeProduct<W::kBf16, A::kBf16>(), {}},
            {MakeProduct<W::kInt8, A::kF32>(), MakeProduct<W::kInt8, A::kBf16>(), MakeProduct<W::kInt8, A::kInt8>()},
            {MakeProduct<W::kInt4, A::kF32>(), MakeProduct<W::kInt4, A::kBf16>(), MakeProduct<W::kInt4, A::kInt8>()}},
@@ -757,44 +741,30 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 
-#include <string_view>
-
 namespace phsa::ops {
 
 HWY_EXPORT(GetKernels);
 
-const std::vector<Kernels>& AvailableKernels() {
-  static const std::vector<Kernels> tables = [] {
-    std::vector<Kernels> all;
-    // Ascending bits are descending capability.
-    for (const int64_t target : hwy::SupportedAndGeneratedTargets()) {
-      hwy::SetSupportedTargetsForTest(target);
-      hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-      Kernels kernels = HWY_DYNAMIC_DISPATCH(GetKernels)();
-      if (std::string_view(kernels.name) == "avx2") AddAvx2(&kernels);
-      if (std::string_view(kernels.name) == "avx3") {
-        Kernels more = kernels;
-        const bool vnni = AddAvx512Vnni(&more);
-        more.name = "avx3_vnni";
-        Kernels most = more;
-        if (AddAvx512Bf16(&most)) {
-          most.name = "avx3_bf16";
-          Kernels tiles = most;
-          if (vnni && AddAmx(&tiles)) {
-            tiles.name = "avx3_amx";
-            all.push_back(tiles);
-          }
-          all.push_back(most);
-        }
-        if (vnni) all.push_back(more);
-      }
-      all.push_back(kernels);
-    }
-    hwy::SetSupportedTargetsForTest(0);
-    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+const Kernels& ActiveKernels() {
+  static const std::array<Kernels, kSimdTargets> tables = [] {
+    const std::vector<Simd>& there = SimdTargets();
+    std::array<Kernels, kSimdTargets> all{};
+    const auto at = [&](Simd simd) -> Kernels& { return all[static_cast<size_t>(simd)]; };
+    ForEachHighwayTarget([&](Simd simd) { at(simd) = HWY_DYNAMIC_DISPATCH(GetKernels)(); });
+    // Files with instructions of their own are not entered where the CPU lacks them.
+    const auto add = [&](Simd simd, Simd base, void (*more)(Kernels*)) {
+      if (std::find(there.begin(), there.end(), simd) == there.end()) return;
+      at(simd) = at(base);
+      more(&at(simd));
+    };
+    add(Simd::kAvx2, Simd::kAvx2, &AddAvx2);
+    add(Simd::kAvx3Vnni, Simd::kAvx3, &AddAvx512Vnni);
+    add(Simd::kAvx3Bf16, Simd::kAvx3Vnni, &AddAvx512Bf16);
+    add(Simd::kAvx3Amx, Simd::kAvx3Bf16, &AddAmx);
+    at(Simd::kReference) = at(there.front());
     return all;
   }();
-  return tables;
+  return tables[static_cast<size_t>(ActiveSimd())];
 }
 
 }  // namespace phsa::ops

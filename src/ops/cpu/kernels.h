@@ -26,7 +26,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "ops/linear.h"
 
@@ -100,7 +99,6 @@ struct Int8Group {
 };
 
 struct Kernels {
-  const char* name;
   // [weights][activations]; multiply is null where the pair is not allowed.
   Product products[5][3];
   ProductSupport fast;
@@ -135,17 +133,15 @@ struct Int8HalfGroup {
   int32_t start;  // -32 · sum of codes
 };
 
-// The targets that this CPU runs, best first.
-const std::vector<Kernels>& AvailableKernels();
-// The one in use (targets.cc).
+// Those of the target in use (base/simd.h); with the attention's reference the best.
 const Kernels& ActiveKernels();
 
-// Replace entries of the table of a target (avx2; avx3 for the others) by those of the files with instructions that
-// Highway 1.0 lacks; they say whether this CPU and this build have them.
-bool AddAvx2(Kernels* kernels);
-bool AddAvx512Vnni(Kernels* kernels);
-bool AddAvx512Bf16(Kernels* kernels);
-bool AddAmx(Kernels* kernels);
+// Replace entries of the table of a target by those of the files with instructions that Highway 1.0 lacks, for CPUs
+// that have them; in builds that lack them nothing.
+void AddAvx2(Kernels* kernels);
+void AddAvx512Vnni(Kernels* kernels);
+void AddAvx512Bf16(Kernels* kernels);
+void AddAmx(Kernels* kernels);
 
 }  // namespace phsa::ops
 

@@ -17,10 +17,7 @@
 // GCC 12 takes the undefined vectors inside its own intrinsics for uninitialised variables.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
-#include <cpuid.h>
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 namespace phsa::ops {
 namespace {
@@ -402,13 +399,11 @@ void Set(Kernels* kernels, int block_groups, int group_bytes, size_t scratch,
 
 }  // namespace
 
-bool AddAmx(Kernels* kernels) {
-  if (!AmxIsThere()) return false;
+void AddAmx(Kernels* kernels) {
   Set<WeightType::kInt4>(kernels, kBlockGroups, 72, kPanels * kPanelBytes, &Convert<true>, &Multiply<Int4>);
   Set<WeightType::kInt8>(kernels, kBlockGroups, 64, kPanels * kPanelBytes, &Convert<false>, &Multiply<Int8>);
   Set<WeightType::kInt6>(kernels, kBlockGroups, 64, kPanels * kPanelBytes, &Convert<false>, &Multiply<Int6>);
   Set<WeightType::kBf16>(kernels, kPlainBlockGroups, 64, 0, &Convert<false>, &MultiplyPlain);
-  return true;
 }
 
 }  // namespace phsa::ops
@@ -416,7 +411,7 @@ bool AddAmx(Kernels* kernels) {
 #else
 
 namespace phsa::ops {
-bool AddAmx(Kernels*) { return false; }
+void AddAmx(Kernels*) {}
 }  // namespace phsa::ops
 
 #endif

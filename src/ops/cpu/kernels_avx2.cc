@@ -153,14 +153,13 @@ void Multiply(const Share& s) {
 
 }  // namespace
 
-bool AddAvx2(Kernels* kernels) {
+void AddAvx2(Kernels* kernels) {
   constexpr int kInt8 = static_cast<int>(ActivationType::kInt8);
   Product& int8 = kernels->products[static_cast<int>(WeightType::kInt8)][kInt8];
   Product& int4 = kernels->products[static_cast<int>(WeightType::kInt4)][kInt8];
   int8 = {kMaxBlockGroups, sizeof(Int8Group), 0, kernels->convert_to_int8, &Multiply<Int8>};
   int4 = {kMaxBlockGroups, sizeof(Int8Group), 0, kernels->convert_to_int8_for_int4, &Multiply<Int4>};
   kernels->fast.int8 = true;
-  return true;
 }
 
 }  // namespace phsa::ops
@@ -168,7 +167,7 @@ bool AddAvx2(Kernels* kernels) {
 #else
 
 namespace phsa::ops {
-bool AddAvx2(Kernels*) { return false; }
+void AddAvx2(Kernels*) {}
 }  // namespace phsa::ops
 
 #endif

@@ -157,8 +157,7 @@ void Set(Kernels* kernels, int block_groups, size_t scratch, void (*multiply)(co
 
 }  // namespace
 
-bool AddAvx512Bf16(Kernels* kernels) {
-  if (!__builtin_cpu_supports("avx512bf16")) return false;
+void AddAvx512Bf16(Kernels* kernels) {
   Set<WeightType::kBf16>(kernels, kPlainBlockGroups, 0, &MultiplyPlain);
   Set<WeightType::kInt8>(kernels, kMaxBlockGroups, ScratchBytes<ExpandedInt8>(kMaxBlockGroups),
                          &MultiplyEither<DirectInt8, ExpandedInt8, 4>);
@@ -171,7 +170,6 @@ bool AddAvx512Bf16(Kernels* kernels) {
   kernels->fast.int6 =
       kernels->products[static_cast<int>(WeightType::kInt6)][static_cast<int>(ActivationType::kInt8)].multiply !=
       nullptr;
-  return true;
 }
 
 }  // namespace phsa::ops
@@ -179,7 +177,7 @@ bool AddAvx512Bf16(Kernels* kernels) {
 #else
 
 namespace phsa::ops {
-bool AddAvx512Bf16(Kernels*) { return false; }
+void AddAvx512Bf16(Kernels*) {}
 }  // namespace phsa::ops
 
 #endif

@@ -195,8 +195,7 @@ void ConvertForInt6(const float* x, int32_t cols, int32_t block_groups, uint8_t*
 
 }  // namespace
 
-bool AddAvx512Vnni(Kernels* kernels) {
-  if (!__builtin_cpu_supports("avx512vnni")) return false;
+void AddAvx512Vnni(Kernels* kernels) {
   constexpr int kInt8 = static_cast<int>(ActivationType::kInt8);
   kernels->products[static_cast<int>(WeightType::kInt8)][kInt8] = {kMaxBlockGroupsInt8, sizeof(Int8Group), 0,
                                                                    &Convert<false>, &MultiplyDirect<DirectInt8>};
@@ -207,7 +206,6 @@ bool AddAvx512Vnni(Kernels* kernels) {
                                                                    ScratchBytes<ExpandedInt6>(2 * kMaxBlockGroups),
                                                                    &ConvertForInt6, &MultiplyInt6};
   kernels->fast.int8 = true;
-  return true;
 }
 
 }  // namespace phsa::ops
@@ -215,7 +213,7 @@ bool AddAvx512Vnni(Kernels* kernels) {
 #else
 
 namespace phsa::ops {
-bool AddAvx512Vnni(Kernels*) { return false; }
+void AddAvx512Vnni(Kernels*) {}
 }  // namespace phsa::ops
 
 #endif
