@@ -1,4 +1,5 @@
-// Products and layers on every SIMD target of this machine, against the same formulas in double precision.
+// Products and layers on every SIMD target of this machine: what operations.h has no column for, such as bits that
+// threads and neighbours must not change.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include "base/dtype.h"
 #include "base/errors.h"
 #include "base/simd.h"
+#include "matrices.h"
 #include "ops/layers.h"
 #include "ops/linear.h"
 #include "phsa/threads.h"
@@ -21,25 +23,16 @@
 namespace phsa {
 namespace {
 
+using matrices::kPairs;
+using matrices::MakeWeights;
+using matrices::Multiply;
+using matrices::Name;
+using matrices::Pair;
+using matrices::RandomFloats;
+using matrices::Weights;
+
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-
-struct Pair {
-  WeightType weights;
-  ActivationType activations;
-};
-constexpr Pair kPairs[] = {
-    {WeightType::kF32, ActivationType::kF32},   {WeightType::kBf16, ActivationType::kBf16},
-    {WeightType::kInt8, ActivationType::kF32},  {WeightType::kInt8, ActivationType::kBf16},
-    {WeightType::kInt8, ActivationType::kInt8}, {WeightType::kInt4, ActivationType::kF32},
-    {WeightType::kInt4, ActivationType::kBf16}, {WeightType::kInt4, ActivationType::kInt8},
-    {WeightType::kInt6, ActivationType::kBf16}, {WeightType::kInt6, ActivationType::kInt8},
-};
-
-std::string Name(const Pair& pair) {
-  constexpr const char* kActivations[] = {"f32", "bf16", "int8"};
-  return std::string(WeightTypeName(pair.weights)) + " × " + kActivations[static_cast<int>(pair.activations)];
-}
 
 class Ops : public testing::Test {
  protected:
@@ -75,151 +68,12 @@ class Ops : public testing::Test {
   std::string first_target_;
 };
 
-std::vector<float> RandomFloats(size_t n, uint32_t seed, float scale = 1) {
-  std::mt19937 rng(seed);
-  std::normal_distribution<float> normal(0, scale);
-  std::vector<float> values(n);
-  for (float& v : values) v = normal(rng);
-  return values;
-}
-
-// Weights, and beside them the parts that a product adds up: w = part + minimum.
-struct Weights {
-  Matrix matrix;
-  std::vector<float> part, minimum;  // [rows][cols]
-};
-
-Weights MakeWeights(WeightType type, int32_t rows, int32_t cols, uint32_t seed) {
-  Weights w{Matrix(type, rows, cols), {}, {}};
-  w.part.resize(static_cast<size_t>(rows) * static_cast<size_t>(cols));
-  w.minimum.resize(w.part.size());
-  const int32_t groups = (cols + kWeightGroup - 1) / kWeightGroup;
-  std::mt19937 rng(seed);
-  std::uniform_real_distribution<float> scale(0.001f, 0.1f);
-  for (int32_t r = 0; r < rows; ++r) {
-    float* const part = w.part.data() + static_cast<size_t>(r) * static_cast<size_t>(cols);
-    float* const minimum = w.minimum.data() + static_cast<size_t>(r) * static_cast<size_t>(cols);
-    std::vector<float> scales(static_cast<size_t>(groups)), mins(scales.size());
-    for (float& s : scales) s = F32FromF16(F16FromF32(scale(rng)));
-    for (float& s : mins) s = F32FromF16(F16FromF32(-8 * scale(rng)));
-    if (type == WeightType::kInt4) {
-      std::vector<uint8_t> codes(static_cast<size_t>(cols));
-      for (uint8_t& c : codes) c = rng() & 15;
-      w.matrix.SetRowInt4(r, codes.data(), scales.data(), mins.data());
-      for (int32_t c = 0; c < cols; ++c) {
-        part[c] = codes[static_cast<size_t>(c)] * scales[static_cast<size_t>(c / kWeightGroup)];
-        minimum[c] = mins[static_cast<size_t>(c / kWeightGroup)];
-      }
-    } else if (type == WeightType::kInt6) {
-      std::vector<uint8_t> codes(static_cast<size_t>(cols));
-      for (uint8_t& c : codes) c = rng() & 63;
-      scales.resize(static_cast<size_t>((cols + kInt6Group - 1) / kInt6Group));
-      for (float& s : scales) s = F32FromF16(F16FromF32(rng() % 2 == 0 ? scale(rng) : -scale(rng)));
-      w.matrix.SetRowInt6(r, codes.data(), scales.data());
-      for (int32_t c = 0; c < cols; ++c) {
-        part[c] = (codes[static_cast<size_t>(c)] - 32) * scales[static_cast<size_t>(c / kInt6Group)];
-      }
-    } else if (type == WeightType::kInt8) {
-      std::vector<int8_t> codes(static_cast<size_t>(cols));
-      for (int8_t& c : codes) c = static_cast<int8_t>(static_cast<int>(rng() % 256) - 128);
-      w.matrix.SetRowInt8(r, codes.data(), scales.data());
-      for (int32_t c = 0; c < cols; ++c) {
-        part[c] = codes[static_cast<size_t>(c)] * scales[static_cast<size_t>(c / kWeightGroup)];
-      }
-    } else {
-      const std::vector<float> values = RandomFloats(static_cast<size_t>(cols), rng());
-      w.matrix.SetRow(r, values.data());
-      w.matrix.GetRow(r, part);
-    }
-  }
-  return w;
-}
-
-// What the activation type makes of a row of x.
-std::vector<double> Rounded(const float* x, int32_t cols, ActivationType type) {
-  std::vector<double> out(x, x + cols);
-  if (type == ActivationType::kBf16) {
-    for (double& v : out) v = RoundTo(PHSA_BF16, static_cast<float>(v));
-  } else if (type == ActivationType::kInt8) {
-    for (int32_t begin = 0; begin < cols; begin += kWeightGroup) {
-      const int32_t end = std::min(begin + kWeightGroup, cols);
-      float largest = 0;
-      for (int32_t c = begin; c < end; ++c) largest = std::max(largest, std::fabs(x[c]));
-      for (int32_t c = begin; c < end; ++c) {
-        out[static_cast<size_t>(c)] =
-            largest == 0 ? 0.0 : static_cast<double>(largest / 127.0f) * std::nearbyint(x[c] * (127.0f / largest));
-      }
-    }
-  }
-  return out;
-}
-
-struct Output {
-  const Matrix* weights;
-  const float* bias = nullptr;
-};
-
-// y of each output, [m][rows], through buffers of exactly the size that was asked for.
-std::vector<std::vector<float>> Multiply(const std::vector<float>& x, int32_t m, ActivationType activations,
-                                         const std::vector<Output>& outputs, ThreadPool* pool = nullptr) {
-  const Matrix& first = *outputs[0].weights;
-  const int32_t threads = pool != nullptr ? pool->num_threads() : 1;
-  const size_t size = LinearWorkspaceSize(first.type(), activations, m, first.cols(), threads, first.of_file());
-  auto* workspace = static_cast<uint8_t*>(std::aligned_alloc(64, (size + 63) / 64 * 64));
-  std::memset(workspace, 0xff, size);  // NaN in every format: nothing may be read before it is written
-  std::vector<std::vector<float>> y;
-  std::vector<LinearOutput> calls;
-  for (const Output& output : outputs) {
-    y.emplace_back(static_cast<size_t>(m) * static_cast<size_t>(output.weights->rows()), kNan);
-    calls.push_back({output.weights, output.bias, y.back().data(), output.weights->rows()});
-  }
-  for (size_t i = 0; i < calls.size(); ++i) calls[i].y = y[i].data();
-  const phsa_executor executor = pool != nullptr ? pool->executor() : phsa_executor{};
-  Linear(x.data(), first.cols(), m, activations, calls, workspace, size, executor);
-  std::free(workspace);
-  return y;
-}
-
-// Every sum has at most cols + 1 terms and is rounded at most twice a term. A code in a wrong row, column or group is
-// an error of about its own size, thousands of times this.
 void ExpectProduct(const Weights& w, const std::vector<float>& x, int32_t m, ActivationType activations,
                    const float* bias, const std::vector<float>& y) {
-  const int32_t rows = w.matrix.rows(), cols = w.matrix.cols();
-  for (int32_t r = 0; r < m; ++r) {
-    const std::vector<double> rounded = Rounded(x.data() + static_cast<size_t>(r) * cols, cols, activations);
-    for (int32_t n = 0; n < rows; ++n) {
-      double sum = bias != nullptr ? bias[n] : 0.0, size = std::fabs(sum), minima = 0;
-      for (int32_t c = 0; c < cols; ++c) {
-        const size_t at = static_cast<size_t>(n) * static_cast<size_t>(cols) + static_cast<size_t>(c);
-        const double e = rounded[static_cast<size_t>(c)];
-        sum += e * (static_cast<double>(w.part[at]) + w.minimum[at]);
-        size += std::fabs(e * w.part[at]) + std::fabs(e * w.minimum[at]);
-        minima += std::fabs(e * w.minimum[at]);
-      }
-      // Matrix tiles take a group's sum of x, which meets the minimum, in two bf16.
-      if (activations == ActivationType::kInt8 || ActiveSimd() != Simd::kAvx3Amx) minima = 0;
-      const double bound = size * (2 * cols + 16) * 0x1p-24 + minima * 0x1p-17 + 1e-30;
-      ASSERT_NEAR(y[static_cast<size_t>(r) * static_cast<size_t>(rows) + static_cast<size_t>(n)], sum, bound)
-          << "row " << r << " of x, row " << n << " of W, " << rows << " × " << cols;
-    }
-  }
-}
-
-TEST_F(Ops, ProductsEqualDoublePrecisionForEveryShape) {
-  constexpr int32_t kShapes[][3] = {{1, 1, 1},   {3, 5, 7},    {2, 16, 32},  {5, 17, 33},    {6, 32, 64},
-                                    {7, 48, 31}, {9, 33, 160}, {13, 64, 96}, {20, 100, 300}, {1, 130, 576}};
-  ForEachTargetAndPair([&](const Pair& pair) {
-    for (const auto& [m, rows, cols] : kShapes) {
-      const Weights w = MakeWeights(pair.weights, rows, cols, 7u + static_cast<uint32_t>(cols));
-      const std::vector<float> x = RandomFloats(static_cast<size_t>(m) * static_cast<size_t>(cols), 3);
-      const std::vector<float> bias = RandomFloats(static_cast<size_t>(rows), 4);
-      const float* const biases[] = {nullptr, bias.data()};
-      for (const float* b : biases) {
-        const auto y = Multiply(x, m, pair.activations, {{&w.matrix, b}});
-        ASSERT_NO_FATAL_FAILURE(ExpectProduct(w, x, m, pair.activations, b, y[0]));
-      }
-    }
-  });
+  const matrices::ExpectedProduct expected =
+      matrices::Expect(w, x, m, activations, bias, ActiveSimd() == Simd::kAvx3Amx);
+  ASSERT_EQ(y.size(), expected.value.size());
+  for (size_t i = 0; i < y.size(); ++i) ASSERT_NEAR(y[i], expected.value[i], expected.bound[i]) << i;
 }
 
 TEST_F(Ops, ARowOfTheProductDependsOnNoOtherRow) {
@@ -487,15 +341,7 @@ TEST_F(Ops, AMatrixTooLargeForTheMachineIsRefused) {
 
 constexpr int32_t kDims[] = {1, 7, 16, 33, 64, 576, 1000};
 
-std::vector<double> NormReference(const float* x, int32_t dim, const float* weight, float eps) {
-  double sum = 0;
-  for (int32_t i = 0; i < dim; ++i) sum += static_cast<double>(x[i]) * x[i];
-  std::vector<double> out(static_cast<size_t>(dim));
-  for (int32_t i = 0; i < dim; ++i) out[static_cast<size_t>(i)] = x[i] / std::sqrt(sum / dim + eps) * weight[i];
-  return out;
-}
-
-TEST_F(Ops, RmsNormEqualsItsFormulaAlsoInPlaceAndAfterAnAddition) {
+TEST_F(Ops, ANormAfterAnAdditionHasTheBitsOfBothApart) {
   constexpr int32_t kM = 5;
   constexpr float kEps = 1e-5f;
   ForEachTarget([&] {
@@ -503,90 +349,18 @@ TEST_F(Ops, RmsNormEqualsItsFormulaAlsoInPlaceAndAfterAnAddition) {
       const size_t n = static_cast<size_t>(kM) * static_cast<size_t>(dim);
       const std::vector<float> x = RandomFloats(n, 101, 3), y = RandomFloats(n, 102);
       const std::vector<float> weight = RandomFloats(static_cast<size_t>(dim), 103);
-      std::vector<float> out(n), sum = x, normed(n), in_place = x;
-      RmsNorm(x.data(), dim, kM, dim, weight.data(), kEps, out.data(), dim, {});
-      RmsNorm(in_place.data(), dim, kM, dim, weight.data(), kEps, in_place.data(), dim, {});
-      EXPECT_EQ(in_place, out);
-      for (int32_t r = 0; r < kM; ++r) {
-        const auto expected = NormReference(x.data() + r * dim, dim, weight.data(), kEps);
-        for (int32_t i = 0; i < dim; ++i) {
-          const double e = expected[static_cast<size_t>(i)];
-          ASSERT_NEAR(out[static_cast<size_t>(r * dim + i)], e, 1e-6 * std::fabs(e)) << dim;
-        }
-      }
+      std::vector<float> sum = x, added = x, normed(n), out(n);
       AddRmsNorm(sum.data(), dim, y.data(), dim, kM, dim, weight.data(), kEps, normed.data(), dim, {});
-      for (size_t i = 0; i < n; ++i) ASSERT_EQ(sum[i], x[i] + y[i]);
-      RmsNorm(sum.data(), dim, kM, dim, weight.data(), kEps, out.data(), dim, {});
-      EXPECT_EQ(normed, out);
-      std::vector<float> added = x;
       AddRows(added.data(), dim, y.data(), dim, kM, dim, {});
       EXPECT_EQ(added, sum);
+      RmsNorm(sum.data(), dim, kM, dim, weight.data(), kEps, out.data(), dim, {});
+      EXPECT_EQ(normed, out);
     }
   });
 }
 
-TEST_F(Ops, ClampedSwigluEqualsItsFormulaForAllMagnitudes) {
-  constexpr float kAlpha = 1.702f, kLimit = 7;
+TEST_F(Ops, SiluMulOfWhatIsNoNumberIsItsLimit) {
   ForEachTarget([&] {
-    for (const int32_t dim : kDims) {
-      for (const float size : {0.01f, 1.0f, 5.0f, 1000.0f}) {
-        const std::vector<float> gate = RandomFloats(static_cast<size_t>(dim), 115, size);
-        const std::vector<float> up = RandomFloats(static_cast<size_t>(dim), 116, size);
-        std::vector<float> out(static_cast<size_t>(dim)), in_place = gate;
-        ClampedSwiglu(gate.data(), dim, up.data(), dim, 1, dim, kAlpha, kLimit, out.data(), dim, {});
-        ClampedSwiglu(in_place.data(), dim, up.data(), dim, 1, dim, kAlpha, kLimit, in_place.data(), dim, {});
-        EXPECT_EQ(in_place, out);
-        for (size_t i = 0; i < out.size(); ++i) {
-          const double g = std::min(gate[i], kLimit), u = std::clamp(up[i], -kLimit, kLimit);
-          const double expected = g / (1 + std::exp(-double{kAlpha} * g)) * (u + 1);
-          ASSERT_NEAR(out[i], expected,
-                      1e-6 * (1 + std::fabs(g)) * std::fabs(expected) +
-                          1e-6 * std::fabs(g / (1 + std::exp(-double{kAlpha} * g))) + 1e-33)
-              << gate[i];
-        }
-      }
-    }
-  });
-}
-
-TEST_F(Ops, GeluMulEqualsItsFormulaForAllMagnitudes) {
-  ForEachTarget([&] {
-    for (const int32_t dim : kDims) {
-      for (const float size : {0.01f, 1.0f, 5.0f, 1000.0f}) {
-        const std::vector<float> gate = RandomFloats(static_cast<size_t>(dim), 113, size);
-        const std::vector<float> up = RandomFloats(static_cast<size_t>(dim), 114);
-        std::vector<float> out(static_cast<size_t>(dim)), in_place = gate;
-        GeluMul(gate.data(), dim, up.data(), dim, 1, dim, out.data(), dim, {});
-        GeluMul(in_place.data(), dim, up.data(), dim, 1, dim, in_place.data(), dim, {});
-        EXPECT_EQ(in_place, out);
-        for (size_t i = 0; i < out.size(); ++i) {
-          const double g = gate[i], u = 0.7978845608028654 * (g + 0.044715 * g * g * g);
-          // 1 + tanh(u) without what cancels far below zero; there u's own rounding counts |u| times.
-          const double expected = g / (1 + std::exp(-2 * u)) * up[i];
-          ASSERT_NEAR(out[i], expected, 1e-6 * (1 + std::fabs(u)) * std::fabs(expected) + 1e-33) << gate[i];
-        }
-      }
-    }
-  });
-}
-
-TEST_F(Ops, SiluMulEqualsItsFormulaForAllMagnitudes) {
-  ForEachTarget([&] {
-    for (const int32_t dim : kDims) {
-      for (const float size : {0.01f, 1.0f, 30.0f, 1000.0f}) {
-        const std::vector<float> gate = RandomFloats(static_cast<size_t>(dim), 111, size);
-        const std::vector<float> up = RandomFloats(static_cast<size_t>(dim), 112);
-        std::vector<float> out(static_cast<size_t>(dim)), in_place = gate;
-        SiluMul(gate.data(), dim, up.data(), dim, 1, dim, out.data(), dim, {});
-        SiluMul(in_place.data(), dim, up.data(), dim, 1, dim, in_place.data(), dim, {});
-        EXPECT_EQ(in_place, out);
-        for (size_t i = 0; i < out.size(); ++i) {
-          const double g = gate[i], expected = g / (1 + std::exp(-g)) * up[i];
-          // Below e^-87 the sigmoid is taken for zero.
-          ASSERT_NEAR(out[i], expected, 1e-6 * std::fabs(expected) + 1e-34) << gate[i];
-        }
-      }
-    }
     const float special[] = {kInfinity, -kInfinity, kNan, 0.0f, -0.0f}, ones[] = {1, 1, 1, 1, 1};
     float out[5];
     SiluMul(special, 5, ones, 5, 1, 5, out, 5, {});
@@ -594,60 +368,6 @@ TEST_F(Ops, SiluMulEqualsItsFormulaForAllMagnitudes) {
     EXPECT_TRUE(std::isnan(out[2]));
     EXPECT_EQ(out[3], 0.0f);
     EXPECT_EQ(out[4], 0.0f);
-  });
-}
-
-TEST_F(Ops, RopeTurnsHeadsAfterTheirNormAndStoresThemWhereTheyBelong) {
-  constexpr int32_t kM = 3, kHeads = 2;
-  constexpr float kEps = 1e-6f, kFactor = 1.25f;
-  const int32_t positions[kM] = {0, 17, 32001};
-  ForEachTarget([&] {
-    for (const int32_t dim : {2, 64, 80, 96, 128, 256}) {
-      const int32_t half = dim / 2;
-      std::vector<double> frequencies(static_cast<size_t>(half));
-      for (int32_t i = 0; i < half; ++i) frequencies[static_cast<size_t>(i)] = std::pow(1e4, -2.0 * i / dim);
-      std::vector<float> table(static_cast<size_t>(kM * dim));
-      RopeTable(positions, kM, frequencies.data(), half, kFactor, table.data(), {});
-      const int64_t x_stride = kHeads * dim + 5;
-      const std::vector<float> x = RandomFloats(static_cast<size_t>(kM * x_stride), 121);
-      const std::vector<float> weight = RandomFloats(static_cast<size_t>(dim), 122);
-      for (const bool norm : {false, true}) {
-        for (const int32_t dtype : {PHSA_F32, PHSA_F16, PHSA_BF16}) {
-          const int64_t rows[kM] = {4 * kHeads * dim, 0, 2 * kHeads * dim};  // out of order, as pages are
-          std::vector<uint8_t> out(static_cast<size_t>(5 * kHeads * dim) * DtypeSize(dtype));
-          RopeParams p;
-          p.x = x.data();
-          p.x_stride = x_stride;
-          p.m = kM, p.heads = kHeads, p.head_dim = dim;
-          p.cos_sin = table.data();
-          p.norm = norm ? weight.data() : nullptr;
-          p.eps = kEps;
-          p.out_dtype = dtype;
-          p.out = out.data();
-          p.out_rows = rows;
-          p.out_head_stride = dim;
-          Rope(p, {});
-          for (int32_t r = 0; r < kM; ++r) {
-            for (int32_t h = 0; h < kHeads; ++h) {
-              const float* const head = x.data() + r * x_stride + h * dim;
-              std::vector<double> e(head, head + dim);
-              if (norm) e = NormReference(head, dim, weight.data(), kEps);
-              for (int32_t i = 0; i < half; ++i) {
-                const double angle = positions[r] * frequencies[static_cast<size_t>(i)];
-                const double a = e[static_cast<size_t>(i)], b = e[static_cast<size_t>(i + half)];
-                const double turned[2] = {kFactor * (a * std::cos(angle) - b * std::sin(angle)),
-                                          kFactor * (b * std::cos(angle) + a * std::sin(angle))};
-                for (int part = 0; part < 2; ++part) {
-                  const double got = LoadElement(dtype, out.data(), rows[r] + h * dim + i + part * half);
-                  const double bound = (std::fabs(a) + std::fabs(b)) * kFactor * (1e-6 + DtypeEpsilon(dtype)) + 1e-7;
-                  ASSERT_NEAR(got, turned[part], bound) << "dim " << dim << " row " << r << " head " << h << " " << i;
-                }
-              }
-            }
-          }
-        }
-      }
-    }
   });
 }
 
