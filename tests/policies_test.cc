@@ -122,7 +122,7 @@ TEST(Policies, TheCAbiTellsThemAll) {
     EXPECT_EQ(info.block_size, RowOf(policy).own_block);
   }
   EXPECT_EQ(number, static_cast<int32_t>(std::size(kPolicies)));
-  EXPECT_STREQ(phsa_last_error(), "policy: there is no policy 7; allowed: 0 to 6");
+  EXPECT_EQ(std::string(phsa_last_error()).find("policy: there is no policy "), 0U) << phsa_last_error();
   EXPECT_EQ(phsa_policy_describe(-1, &info), PHSA_INVALID_ARGUMENT);
   EXPECT_EQ(phsa_policy_describe(0, nullptr), PHSA_INVALID_ARGUMENT);
   info.struct_size = 8;

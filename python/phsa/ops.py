@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from . import _build, _library
 from .policies import TABLE
-from .settings import GROUP_REDUCES, POLICIES, Settings, _plain, default_scale
+from .settings import GROUP_REDUCES, Settings, _plain, default_scale
 
 try:
     import torch
@@ -176,14 +176,14 @@ def _native_settings(
     block = settings.block
     assert block is not None
     return (
-        POLICIES.index(settings.policy),  # in the order of phsa_policy, as group_reduce below
+        TABLE[settings.policy].number,
         block,
         settings.init,
         settings.local,
         settings.top_k,
         float(lam[0]),
         lams,
-        GROUP_REDUCES.index(settings.group_reduce),
+        GROUP_REDUCES.index(settings.group_reduce),  # in the order of phsa_group_reduce
         settings.dense_below,
         settings.parts,
         settings.survivors,

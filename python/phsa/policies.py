@@ -12,6 +12,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Policy:
     name: str
+    number: int  # phsa_policy
     dense: bool = False  # queries read everything; the other settings say nothing
     chooses: bool = True  # queries choose blocks, by top_k and group_reduce
     parts: bool = False  # parts and survivors say something
@@ -28,16 +29,16 @@ class Policy:
         return 16 if self.block_size else block
 
 
-# In the order of phsa_policy (include/phsa/c.h); those that only the reference computes come after them.
+# All but those that only the reference computes.
 TABLE = {
     policy.name: policy
     for policy in (
-        Policy("dense", dense=True, chooses=False),
-        Policy("phsa", parts=True, weighs=True),
-        Policy("infllm2", parts=True, plain_means=True),
-        Policy("infllm2-64", plain_means=True, block_size=64),
-        Policy("streaming", chooses=False),
-        Policy("quest"),
+        Policy("dense", 0, dense=True, chooses=False),
+        Policy("phsa", 1, parts=True, weighs=True),
+        Policy("infllm2", 2, parts=True, plain_means=True),
+        Policy("infllm2-64", 3, plain_means=True, block_size=64),
+        Policy("streaming", 4, chooses=False),
+        Policy("quest", 5),
     )
 }
 

@@ -697,7 +697,7 @@ def test_works_in_data_loader_workers() -> None:
         ({"init": 20}, "init is 20; allowed: multiples of 16"),
         ({"local": -16}, "local is -16"),
         ({"dense_below": 3}, "dense_below is 3"),
-        ({"policy": "sepllm"}, "allowed: dense, phsa, infllm2, infllm2-64, streaming, quest"),
+        ({"policy": "sepllm"}, "allowed: " + ", ".join(POLICIES)),
         ({"policy": "infllm2-64", "block": 16}, "64 with infllm2-64"),
         ({"group_reduce": "mean"}, "allowed: sum, max, none"),
         ({"scale": -1.0}, "scale is -1.0"),
