@@ -275,7 +275,8 @@ const char* phsa_targets(void) {
 const char* phsa_target(void) {
   thread_local std::string name;
   // The analyzer takes it for a variable that ends with the function.
-  return Guarded([&] { name = phsa::Name(phsa::ActiveSimd()); }) == PHSA_OK ? name.c_str() : "";  // NOLINT(clang-analyzer-*)
+  return Guarded([&] { name = phsa::Name(phsa::ActiveSimd()); }) == PHSA_OK ? name.c_str()
+                                                                            : "";  // NOLINT(clang-analyzer-*)
 }
 
 phsa_status phsa_set_target(const char* name) {
