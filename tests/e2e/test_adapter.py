@@ -224,7 +224,7 @@ def test_bad_adapters_are_one_line_and_exit_code_2(phsa, adapted, tmp_path):
     missing = run(phsa, "run", "-m", folder / "model", "--adapter", tmp_path / "none", "-p", "x", code=2)
     assert "is no folder" in missing.stderr and missing.stderr.count("\n") == 1
     swapped = run(phsa, "info", folder / "adapter", code=2)
-    assert "give its folder with --adapter" in swapped.stderr
+    assert "give its folder as --adapter" in swapped.stderr
     make_model("llama-heads", tmp_path / "model")
     other = run(phsa, "info", tmp_path / "model", "--adapter", folder / "adapter", code=2)
     assert "the adapter is of another model" in other.stderr and other.stderr.count("\n") == 1

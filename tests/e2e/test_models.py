@@ -185,7 +185,10 @@ def test_the_backend_for_gpus_errs_as_bf16_does(name, settings, tmp_path):
 
     def error(*args, **kwargs):
         rows = np.abs(our_logits(tmp_path, ids, *args, settings=settings, **kwargs) - want).mean(axis=1)
-        # A row that chooses another block, where two are nearly alike, is far off on either side.
+        # A row that chooses another block or expert, where two are nearly alike, is far off on either side, and what
+        # attends to a row with another expert is off too: with experts, a quarter of the rows is before or beside it.
+        if name in ("qwen3moe-plain-layers", "gpt-oss"):
+            return np.quantile(rows, 0.25)
         return np.median(rows) if settings else rows.mean()
 
     limit = error("bf16", "bf16")
