@@ -100,10 +100,10 @@ def read_share(lengths, attention):
     """Tokens that the queries of prompts of these lengths read, over those that dense attention reads."""
     if attention["attention"] == "dense":
         return 1.0
-    block, init = attention["block_size"], attention["init_tokens"]
+    block, init = attention["block"], attention["init"]
     read = [0]  # by all queries before a position
     for position in range(max(lengths)):
-        local = max(0, position // block * block - attention["local_tokens"])  # where what is always read begins
+        local = max(0, position // block * block - attention["local"])  # where what is always read begins
         chosen = min(attention["top_k"] * block, max(0, local - init))
         read.append(read[-1] + position + 1 - local + min(init, local) + chosen)
     return sum(read[length] for length in lengths) / sum(length * (length + 1) // 2 for length in lengths)

@@ -142,7 +142,7 @@ TEST(CApi, EverySettingOutOfRangeIsRefusedWithTheAllowedValues) {
        "top_k is 2147483647; allowed: 0 to 65536"},
       {"parts 3", [](phsa_settings* s) { s->parts = 3; }, PHSA_INVALID_ARGUMENT, "parts is 3; allowed: 1, 2, 4, 8"},
       {"survivors -1", [](phsa_settings* s) { s->survivors = -1; }, PHSA_INVALID_ARGUMENT,
-       "survivors is -1; allowed: 0 (all blocks) to 1073741824"},
+       "survivors is -1; allowed: 0 to 1073741824"},
       {"lambda 2", [](phsa_settings* s) { s->lambda = 2; }, PHSA_INVALID_ARGUMENT, "lambda is 2; allowed: 0 to 1"},
       {"lambda nan", [](phsa_settings* s) { s->lambda = std::nanf(""); }, PHSA_INVALID_ARGUMENT,
        "lambda is nan; allowed: 0 to 1"},

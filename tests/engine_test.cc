@@ -521,9 +521,9 @@ AttentionChoice ChoiceFromJson(const Json& arguments) {
   choice.policy = arguments.value("attention", "auto");
   const std::map<std::string, std::function<void(const Json&)>> readers = {
       {"attention", [](const Json&) {}},
-      {"top_k", [&](const Json& value) { choice.top_k = value.get<int32_t>(); }},
-      {"local", [&](const Json& value) { choice.local = value.get<int32_t>(); }},
-      {"parts", [&](const Json& value) { choice.parts = value.get<int32_t>(); }},
+      {"top_k", [&](const Json& value) { choice.given["top_k"] = value.get<int32_t>(); }},
+      {"local", [&](const Json& value) { choice.given["local"] = value.get<int32_t>(); }},
+      {"parts", [&](const Json& value) { choice.given["parts"] = value.get<int32_t>(); }},
       {"preset", [&](const Json& value) { choice.preset = value.get<std::string>(); }},
   };
   for (const auto& [key, value] : arguments.items()) readers.at(key)(value);
@@ -583,7 +583,7 @@ TEST(AttentionChoice, WrongValuesAreNamed) {
   choice.policy = "fast";
   EXPECT_NE(Refusal([&] { ResolveAttention(choice, config, 4096); }).find("fast"), std::string::npos);
   choice.policy = "phsa";
-  choice.top_k = -1;
+  choice.given["top_k"] = -1;
   EXPECT_NE(Refusal([&] { ResolveAttention(choice, config, 4096); }).find("-1"), std::string::npos);
 }
 
@@ -600,19 +600,21 @@ TEST(AttentionChoice, EverySettingThatNoPolicyUsesIsRefusedByItsName) {
     }
     return std::string();
   };
-  EXPECT_EQ(refusal("dense", [](AttentionChoice& c) { c.top_k = 4; }),
+  EXPECT_EQ(refusal("dense", [](AttentionChoice& c) { c.given["top_k"] = 4; }),
             "top_k has no effect: the attention is dense; give attention phsa, infllm2, infllm2-64 or quest, or leave "
             "top_k out");
-  EXPECT_NE(refusal("streaming", [](AttentionChoice& c) { c.top_k = 4; }), "");
-  EXPECT_NE(refusal("infllm2", [](AttentionChoice& c) { c.lambda = 0.5f; }).find("lambda has no effect"),
+  EXPECT_NE(refusal("streaming", [](AttentionChoice& c) { c.given["top_k"] = 4; }), "");
+  EXPECT_NE(refusal("infllm2", [](AttentionChoice& c) { c.given["lambda"] = 0.5f; }).find("lambda has no effect"),
             std::string::npos);
-  EXPECT_NE(refusal("quest", [](AttentionChoice& c) { c.punctuation = "en"; }).find("punctuation has no effect"),
+  EXPECT_NE(
+      refusal("quest", [](AttentionChoice& c) { c.given["punctuation"] = "en"; }).find("punctuation has no effect"),
+      std::string::npos);
+  EXPECT_NE(refusal("auto", [](AttentionChoice& c) { c.given["init"] = 16; }).find("init has no effect"),
             std::string::npos);
-  EXPECT_NE(refusal("auto", [](AttentionChoice& c) { c.init = 16; }).find("init has no effect"), std::string::npos);
-  EXPECT_NE(refusal("dense", [](AttentionChoice& c) { c.dense_below = 64; }).find("dense_below has no effect"),
+  EXPECT_NE(refusal("dense", [](AttentionChoice& c) { c.given["dense_below"] = 64; }).find("dense_below has no effect"),
             std::string::npos);
-  EXPECT_EQ(refusal("streaming", [](AttentionChoice& c) { c.local = 64; }), "");
-  EXPECT_EQ(refusal("phsa", [](AttentionChoice& c) { c.lambda = 0.5f; }), "");
+  EXPECT_EQ(refusal("streaming", [](AttentionChoice& c) { c.given["local"] = 64; }), "");
+  EXPECT_EQ(refusal("phsa", [](AttentionChoice& c) { c.given["lambda"] = 0.5f; }), "");
 }
 
 TEST(AttentionChoice, AModelCannotNameAFileOfThisMachine) {
@@ -644,7 +646,7 @@ TEST(AttentionChoice, WhatIsCarriedSaysHowFarItWasTested) {
   const Json carried = Json::parse(CarriedSettings(config));
   EXPECT_EQ(carried["tested_tokens"], 4096);
   EXPECT_EQ(carried["dense_below"], 0) << "what is saved is complete";
-  EXPECT_EQ(carried["local_tokens"], 512);
+  EXPECT_EQ(carried["local"], 512);
   config.phsa_settings = R"({"tested_tokens": 0})";
   EXPECT_NE(Refusal([&] { ResolveAttention({}, config, 4096); }).find("tested_tokens"), std::string::npos);
 }

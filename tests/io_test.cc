@@ -800,12 +800,11 @@ TEST(HuggingFace, MiniCpm4sSparseSettingsAreThoseOfInfLlm2) {
     return OpenFolder(folder, config)->config().phsa_settings;
   };
   EXPECT_EQ(settings_of(mini), "");
-  EXPECT_EQ(settings_of(with("")),
-            R"({"attention":"infllm2-64","block_size":64,"dense_below":8192,"init_tokens":64,"local_tokens":2048,)"
-            R"("top_k":63})");
+  EXPECT_EQ(settings_of(with("")), R"({"attention":"infllm2-64","block":64,"dense_below":8192,"init":64,"local":2048,)"
+                                   R"("top_k":63})");
   EXPECT_EQ(settings_of(with(R"("kernel_size": 32, "kernel_stride": 16, "init_blocks": 2, "block_size": 64,
                               "window_size": 1000, "topk": 32, "use_nope": false, "dense_len": 100)")),
-            R"({"attention":"infllm2-64","block_size":64,"dense_below":128,"init_tokens":128,"local_tokens":1024,)"
+            R"({"attention":"infllm2-64","block":64,"dense_below":128,"init":128,"local":1024,)"
             R"("top_k":30})");
   EXPECT_EQ(ConfigRefusal(with("\"block_size\": 32")), "/config.json: sparse_config: block_size is 32; allowed: 64");
   EXPECT_EQ(ConfigRefusal(with("\"use_nope\": true")), "/config.json: sparse_config: use_nope is true; allowed: false");

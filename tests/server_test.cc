@@ -87,7 +87,7 @@ TEST_F(Api, EchoWithLogprobsScoresThePrompt) {
 
 TEST_F(Api, SettingsOfTheAttentionChangeTheServersOwn) {
   model.attention.policy = "phsa";
-  model.attention.lambda = 0.5f;
+  model.attention.given["lambda"] = 0.5f;
   const LayerSettings settings =
       ParseCompletion(R"({"prompt": "a", "top_k": 7, "phsa": {"top_k": 3, "init": 16}})", model).attention;
   EXPECT_EQ(settings.base.policy, Policy::kPhsa);
@@ -103,7 +103,7 @@ TEST_F(Api, ASettingOfDenseAttentionIsRefused) {
   EXPECT_EQ(Refused(ParseCompletion, R"({"prompt": "a", "phsa": {"top_k": 3}})"), "phsa");
   // What the server was started with may be for other requests.
   model.attention.policy = "phsa";
-  model.attention.top_k = 3;
+  model.attention.given["top_k"] = 3;
   EXPECT_EQ(ParseCompletion(R"({"prompt": "a", "phsa": {"attention": "dense"}})", model).attention.base.policy,
             Policy::kDense);
   EXPECT_EQ(ParseCompletion(R"({"prompt": "a", "phsa": {"attention": "infllm2"}})", model).attention.base.top_k, 3);

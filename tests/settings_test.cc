@@ -54,17 +54,16 @@ TEST(Settings, ThePresetChangesAt4096Tokens) {
 TEST(Settings, ValuesOutsideTheirRangeAreRefusedWithTheAllowedOnes) {
   EXPECT_EQ(ValidateRefusal([](Settings* s) { s->top_k = -1; }), "settings: top_k is -1; allowed: 0 to 65536");
   EXPECT_EQ(ValidateRefusal([](Settings* s) { s->top_k = 65537; }), "settings: top_k is 65537; allowed: 0 to 65536");
-  EXPECT_EQ(ValidateRefusal([](Settings* s) { s->block_size = 0; }), "settings: block_size is 0; allowed: 16, 32, 64");
-  EXPECT_EQ(ValidateRefusal([](Settings* s) { s->block_size = 48; }),
-            "settings: block_size is 48; allowed: 16, 32, 64");
+  EXPECT_EQ(ValidateRefusal([](Settings* s) { s->block_size = 0; }), "settings: block is 0; allowed: 16, 32, 64");
+  EXPECT_EQ(ValidateRefusal([](Settings* s) { s->block_size = 48; }), "settings: block is 48; allowed: 16, 32, 64");
   EXPECT_EQ(ValidateRefusal([](Settings* s) { s->init_tokens = -16; }),
-            "settings: init_tokens is -16; allowed: multiples of 16 from 0 to 1073741824");
+            "settings: init is -16; allowed: multiples of 16 from 0 to 1073741824");
   EXPECT_EQ(ValidateRefusal([](Settings* s) { s->local_tokens = 100; }),
-            "settings: local_tokens is 100; allowed: multiples of 16 from 0 to 1073741824");
+            "settings: local is 100; allowed: multiples of 16 from 0 to 1073741824");
   EXPECT_EQ(ValidateRefusal([](Settings* s) { s->dense_below = (1 << 30) + 16; }),
             "settings: dense_below is 1073741840; allowed: multiples of 16 from 0 to 1073741824");
   EXPECT_EQ(ValidateRefusal([](Settings* s) { s->block_size = 32, s->init_tokens = 16; }),
-            "settings: init_tokens is 16; allowed: multiples of 32 from 0 to 1073741824");
+            "settings: init is 16; allowed: multiples of 32 from 0 to 1073741824");
   EXPECT_EQ(ValidateRefusal([](Settings* s) { s->lambda = 1.5f; }), "settings: lambda is 1.5; allowed: 0 to 1");
   EXPECT_EQ(ValidateRefusal([](Settings* s) { s->lambda = std::numeric_limits<float>::quiet_NaN(); }),
             "settings: lambda is nan; allowed: 0 to 1");
@@ -79,7 +78,7 @@ TEST(Settings, ValuesOutsideTheirRangeAreRefusedWithTheAllowedOnes) {
   EXPECT_EQ(ValidateRefusal([](Settings* s) { s->group_reduce = static_cast<GroupReduce>(-1); }),
             "settings: group_reduce is -1; allowed: sum, max, none");
   EXPECT_EQ(ValidateRefusal([](Settings* s) { s->policy = Policy::kInfllm2_64; }),
-            "settings: block_size is 16; allowed with infllm2-64: 64");
+            "settings: block is 16; allowed with infllm2-64: 64");
   EXPECT_NE(ValidateRefusal([](Settings* s) { s->punctuation.clear(); }).find("punctuation is \"\""),
             std::string::npos);
   EXPECT_NE(ValidateRefusal([](Settings* s) { s->punctuation.assign(1, '\xff'); }).find("\\xff"), std::string::npos);
@@ -106,8 +105,7 @@ TEST(Settings, Infllm2On64TokenBlocksTakesTheBudgetsOfTheOtherPolicies) {
   settings.local_tokens = 144;
   EXPECT_NO_THROW(Validate(settings));
   settings.init_tokens = 8;
-  EXPECT_EQ(Refusal([&] { Validate(settings); }),
-            "settings: init_tokens is 8; allowed: multiples of 16 from 0 to 1073741824");
+  EXPECT_EQ(Refusal([&] { Validate(settings); }), "settings: init is 8; allowed: multiples of 16 from 0 to 1073741824");
 }
 
 TEST(Settings, EachPolicyAndReductionIsFoundByItsName) {
@@ -168,7 +166,7 @@ TEST(SettingsJson, AnEmptyObjectIsTheDefaults) { EXPECT_EQ(SettingsFromJson("{}"
 
 TEST(SettingsJson, EveryKeyIsRead) {
   const LayerSettings settings = SettingsFromJson(R"({
-    "attention": "quest", "block_size": 32, "init_tokens": 64, "local_tokens": 96, "top_k": 5, "lambda": 0.25,
+    "attention": "quest", "block": 32, "init": 64, "local": 96, "top_k": 5, "lambda": 0.25,
     "group_reduce": "max", "dense_below": 320, "parts": 4, "survivors": 128, "punctuation": "en+zh"})");
   Settings expected;
   expected.policy = Policy::kQuest;
@@ -187,8 +185,8 @@ TEST(SettingsJson, EveryKeyIsRead) {
 }
 
 TEST(SettingsJson, OverridesStartFromTheBaseWhereverTheyStandInTheText) {
-  const LayerSettings settings = SettingsFromJson(
-      R"({"layers": {"0": {"attention": "dense"}, "3-5": {"top_k": 32}}, "init_tokens": 32, "top_k": 8})");
+  const LayerSettings settings =
+      SettingsFromJson(R"({"layers": {"0": {"attention": "dense"}, "3-5": {"top_k": 32}}, "init": 32, "top_k": 8})");
   EXPECT_EQ(settings.layers.size(), 4u);
   EXPECT_EQ(settings.ForLayer(0).policy, Policy::kDense);
   EXPECT_EQ(settings.ForLayer(0).top_k, 8);
@@ -213,8 +211,8 @@ TEST(SettingsJson, LambdaMayBeAListOfOnePerHead) {
 TEST(SettingsJson, Infllm2On64TokenBlocksNeedsNoBlockSize) {
   EXPECT_EQ(SettingsFromJson(R"({"attention": "infllm2-64"})").base.block_size, 64);
   EXPECT_EQ(SettingsFromJson(R"({"layers": {"1": {"attention": "infllm2-64"}}})").ForLayer(1).block_size, 64);
-  EXPECT_EQ(JsonRefusal(R"({"attention": "infllm2-64", "block_size": 16})"),
-            "settings: block_size is 16; allowed with infllm2-64: 64");
+  EXPECT_EQ(JsonRefusal(R"({"attention": "infllm2-64", "block": 16})"),
+            "settings: block is 16; allowed with infllm2-64: 64");
 }
 
 TEST(SettingsJson, WhatIsWrittenIsReadBackTheSame) {
@@ -239,6 +237,15 @@ TEST(SettingsJson, WhatIsWrittenIsReadBackTheSame) {
   EXPECT_EQ(SettingsToJson(SettingsFromJson(json)), json);
 }
 
+TEST(SettingsJson, TheNamesOfTheFirstVersionAreReadAndNotWritten) {
+  const LayerSettings old = SettingsFromJson(
+      R"({"block_size": 32, "init_tokens": 64, "local_tokens": 96, "layers": {"1": {"init_tokens": 0}}})");
+  EXPECT_EQ(old, SettingsFromJson(R"({"block": 32, "init": 64, "local": 96, "layers": {"1": {"init": 0}}})"));
+  EXPECT_EQ(SettingsToJson(old).find("_tokens"), std::string::npos);
+  EXPECT_EQ(JsonRefusal(R"({"init_tokens": 8})"), "settings: init is 8; allowed: multiples of 16 from 0 to 1073741824");
+  EXPECT_EQ(JsonRefusal(R"({"block": 16, "block_size": 16})"), "settings: block_size is given twice, as block too");
+}
+
 TEST(SettingsJson, PunctuationMayBeAListOfIds) {
   const LayerSettings settings = SettingsFromJson(R"({"punctuation": [11, 13], "tested_tokens": 4096})");
   EXPECT_EQ(settings.base.punctuation, "ids:11,13");
@@ -252,18 +259,18 @@ TEST(SettingsJson, PunctuationMayBeAListOfIds) {
 
 TEST(SettingsJson, NumbersAreWrittenAsPeopleWriteThem) {
   EXPECT_EQ(SettingsToJson(Settings{}),
-            R"({"attention":"phsa","block_size":16,"init_tokens":128,"local_tokens":512,"top_k":16,"lambda":0.9,)"
+            R"({"attention":"phsa","block":16,"init":128,"local":512,"top_k":16,"lambda":0.9,)"
             R"("group_reduce":"sum","dense_below":0,"parts":1,"survivors":0,"punctuation":"en+zh"})");
 }
 
 TEST(SettingsJson, MistakesAreNamedWithKeyValueAndAllowedValues) {
   const std::pair<const char*, std::string> cases[] = {
       {R"({"topk": 1})",
-       "settings: \"topk\" is not a setting; allowed: attention, block_size, init_tokens, local_tokens, top_k, "
+       "settings: \"topk\" is not a setting; allowed: attention, block, init, local, top_k, "
        "lambda, group_reduce, dense_below, parts, survivors, punctuation, tested_tokens, layers"},
       {R"({"layers": {"1": {"layers": {}}}})",
-       "settings: layers \"1\": \"layers\" is not a setting; allowed: attention, block_size, init_tokens, "
-       "local_tokens, top_k, lambda, group_reduce, dense_below, parts, survivors, punctuation"},
+       "settings: layers \"1\": \"layers\" is not a setting; allowed: attention, block, init, "
+       "local, top_k, lambda, group_reduce, dense_below, parts, survivors, punctuation"},
       {R"({"top_k": -1})", "settings: top_k is -1; allowed: 0 to 65536"},
       {R"({"top_k": 1.5})", "settings: top_k is 1.5; allowed: 0 to 65536"},
       {R"({"top_k": "16"})", "settings: top_k is \"16\"; allowed: 0 to 65536"},
@@ -273,7 +280,7 @@ TEST(SettingsJson, MistakesAreNamedWithKeyValueAndAllowedValues) {
       {R"({"top_k": 4294967312})", "settings: top_k is 4294967312; allowed: 0 to 65536"},
       {R"({"top_k": -4294967280})", "settings: top_k is -4294967280; allowed: 0 to 65536"},
       {R"({"top_k": 18446744073709551632})", "settings: top_k is 1.8446744073709552e+19; allowed: 0 to 65536"},
-      {R"({"block_size": {}})", "settings: block_size is an object; allowed: 16, 32, 64"},
+      {R"({"block": {}})", "settings: block is an object; allowed: 16, 32, 64"},
       {R"({"lambda": 2})", "settings: lambda is 2; allowed: a number from 0 to 1"},
       {R"({"lambda": "0.9"})",
        "settings: lambda is \"0.9\"; allowed: a number from 0 to 1, or a list of them, one per KV head"},
@@ -289,8 +296,8 @@ TEST(SettingsJson, MistakesAreNamedWithKeyValueAndAllowedValues) {
        "settings: punctuation is \"ids:-1\"; allowed after ids:: ids with commas between them"},
       {R"({"tested_tokens": 0})", "settings: tested_tokens is 0; allowed: 1 and up"},
       {R"({"layers": {"1": {"tested_tokens": 5}}})",
-       "settings: layers \"1\": \"tested_tokens\" is not a setting; allowed: attention, block_size, init_tokens, "
-       "local_tokens, top_k, lambda, group_reduce, dense_below, parts, survivors, punctuation"},
+       "settings: layers \"1\": \"tested_tokens\" is not a setting; allowed: attention, block, init, "
+       "local, top_k, lambda, group_reduce, dense_below, parts, survivors, punctuation"},
       {R"({"top_k": 1, "top_k": 2})", "settings: \"top_k\" is given twice"},
       {R"({"layers": []})",
        "settings: layers is a list; allowed: an object such as {\"0\": {\"attention\": \"dense\"}}"},

@@ -182,7 +182,7 @@ export function createExplorer(root, data, options = {}) {
     if (settings.attention !== "streaming") parts.push("K " + settings.top_k);
     if (settings.parts > 1) parts.push(settings.parts + " parts");
     if (settings.attention === "phsa") parts.push("λ " + settings.lambda, "punctuation " + settings.punctuation);
-    parts.push("init " + settings.init_tokens, "local " + settings.local_tokens, "blocks of " + settings.block_size);
+    parts.push("init " + settings.init, "local " + settings.local, "blocks of " + settings.block);
     if (settings.dense_below) parts.push("dense below " + settings.dense_below);
     const line = make("header", "top-line"), about = make("div"), facts = make("dl", "facts");
     if (options.title) {

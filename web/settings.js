@@ -47,8 +47,8 @@ export function showSettings(model) {
   own = attention;
   chatTokens = model.phsa.chat_tokens;
   for (const radio of document.getElementsByName("attention")) radio.checked = radio.value === attention;
-  const shown = { "top-k": settings.top_k, lambda: settings.lambda, init: settings.init_tokens,
-    local: settings.local_tokens, "max-tokens": chatTokens, temperature: sampling.temperature };
+  const shown = { "top-k": settings.top_k, lambda: settings.lambda, init: settings.init,
+    local: settings.local, "max-tokens": chatTokens, temperature: sampling.temperature };
   for (const [id, value] of Object.entries(shown)) $(id).placeholder = Array.isArray(value) ? "by head" : value;
   $("parts").options[0].text = `as the server (${settings.parts ?? 1})`;
   applies();

@@ -2,11 +2,14 @@
 // there.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <map>
 #include <new>
 #include <optional>
 #include <string>
@@ -126,27 +129,12 @@ void BindChoices(nb::module_& m) {
   nb::class_<AttentionChoice>(m, "AttentionChoice")
       .def(
           "__init__",
-          [](AttentionChoice* self, std::string policy, std::optional<int32_t> top_k, std::optional<float> lam,
-             std::optional<int32_t> init, std::optional<int32_t> local, std::optional<int32_t> block,
-             std::optional<int32_t> dense_below, std::optional<int32_t> parts, std::optional<int32_t> survivors,
-             std::string preset, std::string punctuation, std::string group_reduce, std::string settings) {
-            new (self) AttentionChoice{.policy = std::move(policy),
-                                       .preset = std::move(preset),
-                                       .top_k = top_k,
-                                       .parts = parts,
-                                       .survivors = survivors,
-                                       .lambda = lam,
-                                       .init = init,
-                                       .local = local,
-                                       .block = block,
-                                       .punctuation = std::move(punctuation),
-                                       .group_reduce = std::move(group_reduce),
-                                       .config_json = std::move(settings),
-                                       .dense_below = dense_below};
+          [](AttentionChoice* self, std::string policy, std::string preset, std::map<std::string, SettingValue> given,
+             std::string settings) {
+            new (self) AttentionChoice{
+                std::move(policy), std::move(preset), {given.begin(), given.end()}, std::move(settings)};
           },
-          nb::kw_only(), "policy"_a, "top_k"_a.none(), "lam"_a.none(), "init"_a.none(), "local"_a.none(),
-          "block"_a.none(), "dense_below"_a.none(), "parts"_a.none(), "survivors"_a.none(), "preset"_a, "punctuation"_a,
-          "group_reduce"_a, "settings"_a);
+          nb::kw_only(), "policy"_a, "preset"_a, "given"_a, "settings"_a);
   nb::class_<GenerateChoice>(m, "GenerateChoice")
       .def(
           "__init__",

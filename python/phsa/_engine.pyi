@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import numpy
@@ -12,17 +12,8 @@ class AttentionChoice:
         self,
         *,
         policy: str,
-        top_k: int | None,
-        lam: float | None,
-        init: int | None,
-        local: int | None,
-        block: int | None,
-        dense_below: int | None,
-        parts: int | None,
-        survivors: int | None,
         preset: str,
-        punctuation: str,
-        group_reduce: str,
+        given: Mapping[str, int | float | str],
         settings: str,
     ) -> None: ...
 

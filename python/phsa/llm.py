@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _library
-from .settings import AttentionSettings, read_settings, settings_text
+from .settings import SETTING_OF, AttentionOptions, AttentionSettings, read_settings, settings_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -167,17 +167,6 @@ class LLM:
         adapter: str | os.PathLike[str] | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         attention: str = "auto",
-        top_k: int | None = None,
-        lam: float | None = None,
-        punctuation: str | None = None,
-        init: int | None = None,
-        local: int | None = None,
-        block: int | None = None,
-        dense_below: int | None = None,
-        parts: int | None = None,
-        survivors: int | None = None,
-        preset: str | None = None,
-        group_reduce: str | None = None,
         settings: AttentionSettings | None = None,
         device: str | None = None,
         context: int = 0,
@@ -188,6 +177,7 @@ class LLM:
         chunk: int = 0,
         chat_template: str | None = None,
         progress: bool = False,
+        **options: Unpack[AttentionOptions],
     ) -> None:
         engine = _library.load_engine()
         self._loaded: _engine.Engine | None = None
@@ -197,21 +187,7 @@ class LLM:
         self._streams: weakref.WeakSet[Generator[str, None, Generation] | AsyncStream] = weakref.WeakSet()
         self._worker: ThreadPoolExecutor | None = None
         self._warned = False
-        choice = _attention_choice(
-            attention,
-            top_k,
-            lam,
-            punctuation,
-            init,
-            local,
-            block,
-            dense_below,
-            parts,
-            survivors,
-            preset,
-            group_reduce,
-            settings,
-        )
+        choice = _attention_choice(attention, settings, options)
         try:
             self._loaded = engine.Engine(
                 _text("model", os.fspath(model)),
@@ -331,37 +307,11 @@ class LLM:
         self,
         attention: str = "auto",
         *,
-        top_k: int | None = None,
-        lam: float | None = None,
-        punctuation: str | None = None,
-        init: int | None = None,
-        local: int | None = None,
-        block: int | None = None,
-        dense_below: int | None = None,
-        parts: int | None = None,
-        survivors: int | None = None,
-        preset: str | None = None,
-        group_reduce: str | None = None,
         settings: AttentionSettings | None = None,
+        **options: Unpack[AttentionOptions],
     ) -> None:
         """Another attention for the same weights. What is not given is as if the model were newly loaded."""
-        self._engine.set_attention(
-            _attention_choice(
-                attention,
-                top_k,
-                lam,
-                punctuation,
-                init,
-                local,
-                block,
-                dense_below,
-                parts,
-                survivors,
-                preset,
-                group_reduce,
-                settings,
-            )
-        )
+        self._engine.set_attention(_attention_choice(attention, settings, options))
 
     def set_adapter(self, adapter: str | os.PathLike[str] | None) -> None:
         """Another adapter for the same weights: one of ``adapters`` by its name, a folder, or None for the model alone.
@@ -694,12 +644,14 @@ def _maybe_whole(name: str, value: object, most: int = _INT32) -> int | None:
     return None if value is None else _whole(name, value, 0, most)
 
 
-def _maybe_float(name: str, value: object) -> float | None:
-    if value is None:
-        return None
+def _real(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is of the type {type(value).__name__}; a number is needed")
     return float(value)
+
+
+def _maybe_float(name: str, value: object) -> float | None:
+    return None if value is None else _real(name, value)
 
 
 def _folder(path: str | os.PathLike[str]) -> str:
@@ -768,33 +720,25 @@ def _settings_json(settings: AttentionSettings | None) -> str:
 
 
 def _attention_choice(
-    attention: str,
-    top_k: int | None,
-    lam: float | None,
-    punctuation: str | None,
-    init: int | None,
-    local: int | None,
-    block: int | None,
-    dense_below: int | None,
-    parts: int | None,
-    survivors: int | None,
-    preset: str | None,
-    group_reduce: str | None,
-    settings: AttentionSettings | None,
+    attention: str, settings: AttentionSettings | None, options: Mapping[str, object]
 ) -> _engine.AttentionChoice:
+    given: dict[str, int | float | str] = {}
+    for name, value in options.items():
+        if name not in AttentionOptions.__annotations__:
+            raise TypeError(f"LLM() got an unexpected keyword argument {name!r}")
+        if value is None or name == "preset":
+            continue
+        setting = SETTING_OF[name]
+        if setting.kind == "int":
+            given[setting.name] = _whole(name, value)
+        elif setting.kind == "number":
+            given[setting.name] = _real(name, value)
+        else:
+            given[setting.name] = _text(name, value)
     return _library.load_engine().AttentionChoice(
         policy=_text("attention", attention),
-        top_k=_maybe_whole("top_k", top_k),
-        lam=_maybe_float("lam", lam),
-        init=_maybe_whole("init", init),
-        local=_maybe_whole("local", local),
-        block=_maybe_whole("block", block),
-        dense_below=_maybe_whole("dense_below", dense_below),
-        parts=_maybe_whole("parts", parts),
-        survivors=_maybe_whole("survivors", survivors),
-        preset=_text("preset", preset or ""),
-        punctuation=_text("punctuation", punctuation or ""),
-        group_reduce=_text("group_reduce", group_reduce or ""),
+        preset=_text("preset", options.get("preset") or ""),
+        given=given,
         settings=_settings_json(settings),
     )
 

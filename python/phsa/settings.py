@@ -9,36 +9,24 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
+from ._setting_table import SETTINGS, Setting
 from .policies import OWN, TABLE
 
 POLICIES = tuple(TABLE)
-GROUP_REDUCES = ("sum", "max", "none")
-BLOCKS = (16, 32, 64)
-PARTS = (1, 2, 4, 8)
-MAX_TOKENS = 1 << 30
-MAX_TOP_K = 65536
 _MAX_FILE_BYTES = 16 << 20
 PUNCTUATION_SETS = ("en", "zh", "en+zh", "sentence", "pure", "none")
 
-# The names in JSON are those of docs/settings.md, which the C++ library reads too; in Python they are shorter.
-_JSON_NAMES = {
-    "policy": "attention",
-    "block": "block_size",
-    "init": "init_tokens",
-    "local": "local_tokens",
-    "top_k": "top_k",
-    "lam": "lambda",
-    "group_reduce": "group_reduce",
-    "dense_below": "dense_below",
-    "punctuation": "punctuation",
-    "parts": "parts",
-    "survivors": "survivors",
+# By the names of Python: `lambda` is a word of its own, and a policy is what JSON and flags call attention.
+SETTING_OF = {setting.python or setting.name: setting for setting in SETTINGS}
+GROUP_REDUCES = SETTING_OF["group_reduce"].choices
+_JSON_NAMES = {python: setting.name for python, setting in SETTING_OF.items()}
+_PYTHON_NAMES = {
+    name: python for python, setting in SETTING_OF.items() for name in (setting.name, setting.old_name) if name
 }
 # The paper's settings by name: the context that each is for.
 PRESETS = {"paper-4k": 4096, "paper-32k": 32768}
-_PYTHON_NAMES = {name: python for python, name in _JSON_NAMES.items()}
 
 
 def _refuse(name: str, value: object, allowed: str) -> None:
@@ -47,6 +35,12 @@ def _refuse(name: str, value: object, allowed: str) -> None:
 
 def is_dense(policy: object) -> bool:
     return isinstance(policy, str) and policy in TABLE and TABLE[policy].dense
+
+
+def _allowed(setting: Setting, unit: int) -> str:
+    if setting.choices:
+        return ", ".join(map(str, setting.choices))
+    return f"multiples of {unit} from 0 to {setting.high}" if setting.of_blocks else f"0 to {setting.high}"
 
 
 def _plain(value: Any) -> Any:
@@ -101,29 +95,22 @@ class Settings:
     def _validate(self) -> None:
         if self.policy not in POLICIES:
             _refuse("policy", self.policy, ", ".join(POLICIES))
-        if self.group_reduce not in GROUP_REDUCES:
-            _refuse("group_reduce", self.group_reduce, ", ".join(GROUP_REDUCES))
         policy = TABLE[self.policy]
         if policy.block_size and self.block != policy.block_size:
             _refuse("block", self.block, f"{policy.block_size} with {policy.name}")
-        if self.block not in BLOCKS or isinstance(self.block, bool):
-            _refuse("block", self.block, "16, 32, 64")
-        unit = policy.budget_unit(self.block)
-        for name, multiple in (("init", unit), ("local", unit), ("dense_below", self.block)):
+        for name, setting in SETTING_OF.items():
+            if setting.kind not in ("int", "name"):
+                continue
             value = getattr(self, name)
-            allowed = f"multiples of {multiple} from 0 to {MAX_TOKENS}"
-            _check_int(name, value, allowed)
-            if not 0 <= value <= MAX_TOKENS or value % multiple:
+            unit = policy.budget_unit(self.block) if name in ("init", "local") else self.block
+            allowed = _allowed(setting, unit)
+            if setting.kind == "int":
+                _check_int(name, value, allowed)
+            if setting.choices:
+                if value not in setting.choices:
+                    _refuse(name, value, allowed)
+            elif not 0 <= value <= setting.high or (setting.of_blocks and value % unit):
                 _refuse(name, value, allowed)
-        _check_int("top_k", self.top_k, f"0 to {MAX_TOP_K}")
-        if not 0 <= self.top_k <= MAX_TOP_K:
-            _refuse("top_k", self.top_k, f"0 to {MAX_TOP_K}")
-        _check_int("parts", self.parts, ", ".join(map(str, PARTS)))
-        if self.parts not in PARTS:
-            _refuse("parts", self.parts, ", ".join(map(str, PARTS)))
-        _check_int("survivors", self.survivors, f"0 (all blocks) to {MAX_TOKENS}")
-        if not 0 <= self.survivors <= MAX_TOKENS:
-            _refuse("survivors", self.survivors, f"0 (all blocks) to {MAX_TOKENS}")
         if isinstance(self.lam, tuple):
             if not self.lam:
                 _refuse("lam", self.lam, "a number from 0 to 1, or a list of them, one per KV head")
@@ -293,6 +280,22 @@ class _Merged:
         return ModelSettings(self.base, layers, self.tested_tokens)
 
 
+class AttentionOptions(TypedDict, total=False):
+    """The settings that ``phsa.LLM`` takes as arguments; docs/settings.md explains them."""
+
+    top_k: int | None
+    lam: float | None
+    punctuation: str | None
+    init: int | None
+    local: int | None
+    block: int | None
+    dense_below: int | None
+    parts: int | None
+    survivors: int | None
+    preset: str | None
+    group_reduce: str | None
+
+
 AttentionSettings: TypeAlias = Mapping[str, Any] | Settings | ModelSettings | str | os.PathLike[str]
 
 
@@ -311,17 +314,27 @@ def read_settings(settings: AttentionSettings | None) -> dict[str, Any]:
         return {}
     if isinstance(settings, (Settings, ModelSettings)):
         return settings.to_json()
-    if not isinstance(settings, Mapping):
+    values = settings
+    if not isinstance(values, Mapping):
         values = json.loads(settings_text(settings))
         if not isinstance(values, dict):
             raise ValueError(f"{os.fspath(settings)}: allowed: a JSON object of settings")
-        return values
     return {
-        _JSON_NAMES.get(name, name): value
-        if name != "layers"
-        else {str(key): {_JSON_NAMES.get(n, n): v for n, v in one.items()} for key, one in value.items()}
-        for name, value in settings.items()
+        name: value
+        if name != "layers" or not isinstance(value, Mapping)
+        else {str(key): _with_json_names(one) if isinstance(one, Mapping) else one for key, one in value.items()}
+        for name, value in _with_json_names(values).items()
     }
+
+
+def _with_json_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    out = {}
+    for key, value in values.items():
+        name = _JSON_NAMES.get(_PYTHON_NAMES.get(key, key), key)
+        if name in out:
+            raise ValueError(f"settings: {name} is given twice, as {key} too")
+        out[name] = value
+    return out
 
 
 def with_preset(arguments: Mapping[str, Any]) -> dict[str, Any]:

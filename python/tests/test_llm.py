@@ -402,10 +402,10 @@ def test_numpy_numbers_are_taken_everywhere(folder: Path) -> None:
     assert (want["top_k"], want["lambda"], llm.context) == (2, 0.75, 256)
     llm.set_attention("dense")
     whole = {"attention": "phsa", "top_k": np.int64(2), "lambda": np.float64(0.75)}
-    llm.set_attention(settings={**whole, "init_tokens": np.int64(16), "local_tokens": np.int64(32)})
+    llm.set_attention(settings={**whole, "init": np.int64(16), "local": np.int64(32)})
     assert (llm.attention["top_k"], llm.attention["lambda"]) == (2, 0.75)
     llm.set_attention(settings=phsa.Settings(**numbers))
-    assert (llm.attention["top_k"], llm.attention["init_tokens"]) == (2, 16)
+    assert (llm.attention["top_k"], llm.attention["init"]) == (2, 16)
     options = {"max_tokens": np.int64(3), "temperature": np.float32(0), "top_p": np.float64(1), "seed": np.uint64(3)}
     assert len(llm.generate(torch.tensor([1, 2, 3]), ignore_eos=np.bool_(True), **options).tokens) == 3
     assert len(llm.inspect("Bees, wasps.", last=np.int64(2)).positions) == 2
@@ -442,21 +442,21 @@ def test_attention_can_be_set_in_all_ways(folder: Path, tmp_path: Path) -> None:
     llm = phsa.LLM(folder, attention="phsa", top_k=3, lam=0.75, punctuation="en+zh", init=32, local=64, block=32, **F32)
     first = llm.attention
     assert first["attention"] == "phsa" and first["punctuation"] == "en+zh"
-    assert (first["top_k"], first["init_tokens"], first["local_tokens"], first["block_size"]) == (3, 32, 64, 32)
+    assert (first["top_k"], first["init"], first["local"], first["block"]) == (3, 32, 64, 32)
     assert first["lambda"] == pytest.approx(0.75)
     llm.set_attention("infllm2", top_k=5, group_reduce="max")
     assert (llm.attention["attention"], llm.attention["top_k"], llm.attention["group_reduce"]) == ("infllm2", 5, "max")
-    assert llm.attention["init_tokens"] == 16, "the preset for 512 tokens"
+    assert llm.attention["init"] == 16, "the preset for 512 tokens"
     llm.set_attention("phsa", parts=4, survivors=96, preset="paper-32k", local=64)
     assert (llm.attention["parts"], llm.attention["survivors"]) == (4, 96)
-    assert (llm.attention["init_tokens"], llm.attention["local_tokens"]) == (128, 64)
+    assert (llm.attention["init"], llm.attention["local"]) == (128, 64)
     with pytest.raises(ValueError, match="preset has no effect"):
         llm.set_attention("dense", preset="paper-4k")
     with pytest.raises(ValueError, match="paper-4k, paper-32k"):
         llm.set_attention("phsa", preset="paper-8k")
     llm.set_attention()
     assert llm.attention["attention"] == "dense"
-    wanted = {"attention": "phsa", "top_k": 1, "init_tokens": 16, "local_tokens": 16, "layers": {"1": {"top_k": 7}}}
+    wanted = {"attention": "phsa", "top_k": 1, "init": 16, "local": 16, "layers": {"1": {"top_k": 7}}}
     file = tmp_path / "settings.json"
     file.write_text(json.dumps(wanted))
     base = phsa.Settings(top_k=1, init=16, local=16)
@@ -588,7 +588,7 @@ WRONG: list[tuple[type[Exception], list[str], Callable[[phsa.LLM], object]]] = [
     (ValueError, ["message"], lambda llm: llm.chat([])),
     (ValueError, ["narrator", "allowed"], lambda llm: llm.chat([{"role": "narrator", "content": "x"}])),
     (ValueError, ["sparse", "phsa", "infllm2"], lambda llm: llm.set_attention("sparse")),
-    (ValueError, ["lambda", "2"], lambda llm: llm.set_attention("phsa", lam=2)),
+    (ValueError, ["lam is 2", "0 to 1"], lambda llm: llm.set_attention("phsa", lam=2)),
     (
         ValueError,
         ["layer 7"],

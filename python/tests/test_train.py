@@ -365,7 +365,7 @@ def test_parts_and_presets_are_settings_of_training():
 
 
 def test_needles_are_looked_for_during_training(folder, tmp_path):
-    settings = {"block_size": 16, "init_tokens": 16, "local_tokens": 32, "lambda": 0.9, "group_reduce": "sum"}
+    settings = {"block": 16, "init": 16, "local": 32, "lambda": 0.9, "group_reduce": "sum"}
     settings |= {"dense_below": 0, "punctuation": "en"}
     header = {"format": niah.SAMPLES_FORMAT, "seed": 1, "vocabulary": 400, "punctuation": {"en": [11, 13]}}
     lines = [header]
@@ -397,7 +397,7 @@ def test_needles_are_looked_for_during_training(folder, tmp_path):
 
 def test_answers_read_together_are_those_read_alone(folder):
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    attention = {"attention": "phsa", "top_k": 1, "init_tokens": 16, "local_tokens": 16, "punctuation": "en"}
+    attention = {"attention": "phsa", "top_k": 1, "init": 16, "local": 16, "punctuation": "en"}
     samples = []
     for sample, length in enumerate((90, 120, 70)):
         record = {"task": "x", "length": length, "sample": sample, "attention": attention}

@@ -8,7 +8,9 @@
 #include "attention/c_structs.h"
 #include "attention/cuda/backend.h"
 #include "attention/policies.h"
+#include "attention/setting_list.h"
 #include "base/errors.h"
+#include "base/plain_names.h"
 #include "base/simd.h"
 #include "phsa/attention.h"
 #include "phsa/punctuation.h"
@@ -27,13 +29,23 @@ namespace {
 
 thread_local std::string g_last_error;
 
+// A setting as the field of phsa_settings.
+std::string FieldOfC(std::string_view name, std::string_view value) {
+  if (name.starts_with(kSettingSign)) name.remove_prefix(1);
+  std::string field(name);
+  WithSetting(name, [&](const SettingInfo& row) {
+    if (*row.c_name != 0) field = row.c_name;
+  });
+  return value.empty() ? field : fmt::format("{} {}", field, value);
+}
+
 template <class Fn>
 phsa_status Guarded(Fn&& fn) noexcept {
   try {
     fn();
     return PHSA_OK;
   } catch (const Error& e) {
-    g_last_error = e.what();
+    g_last_error = e.Spelt(FieldOfC);
     return e.status();
   } catch (const std::bad_alloc&) {
     g_last_error = "out of memory";
@@ -58,16 +70,11 @@ T& Given(T* pointer, const char* name) {
 
 phsa_settings ToC(const Settings& settings) {
   phsa_settings c = Init<phsa_settings>();
-  c.policy = static_cast<int32_t>(settings.policy);
-  c.block_size = settings.block_size;
-  c.init_tokens = settings.init_tokens;
-  c.local_tokens = settings.local_tokens;
-  c.top_k = settings.top_k;
-  c.lambda = settings.lambda;
-  c.group_reduce = static_cast<int32_t>(settings.group_reduce);
-  c.dense_below = settings.dense_below;
-  c.parts = settings.parts;
-  c.survivors = settings.survivors;
+  ForEachSetting([&](const auto& row) {
+    if constexpr (!std::is_same_v<std::decay_t<decltype(row)>, TextSetting>) {
+      c.*row.c = static_cast<std::decay_t<decltype(c.*row.c)>>(settings.*row.value);
+    }
+  });
   return c;
 }
 
@@ -149,7 +156,8 @@ phsa_status phsa_settings_preset(int64_t context_tokens, phsa_settings* out) {
 
 phsa_status phsa_settings_from_json(const char* json, int32_t layer, phsa_settings* out) {
   return Guarded([&] {
-    const phsa::LayerSettings settings = phsa::SettingsFromJson(&Given(json, "json"));
+    const phsa::LayerSettings settings =
+        phsa::WithPlainNames([&] { return phsa::SettingsFromJson(&Given(json, "json")); });
     const phsa::Settings& chosen = settings.ForLayer(layer);
     if (!chosen.head_lambda.empty()) {
       phsa::Throw(PHSA_UNSUPPORTED,

@@ -10,6 +10,7 @@
 
 #include "attention/c_structs.h"
 #include "attention/plan.h"
+#include "attention/setting_list.h"
 #include "base/as_given.h"
 #include "base/errors.h"
 #include "base/utf8.h"
@@ -20,44 +21,17 @@ namespace {
 using Json = nlohmann::json;
 using OrderedJson = nlohmann::ordered_json;
 
-constexpr int32_t kMaxTopK = 65536;
 // A JSON text is not trusted: these keep what it can ask for (layers × lists) to some 64 MB.
 constexpr int32_t kMaxLayers = 4096;
 constexpr size_t kMaxPunctuation = 4096, kMaxPunctuationIds = 16384;
 constexpr std::string_view kIds = "ids:";  // what a list of ids is in Settings::punctuation: "ids:11,13"
 constexpr int kMaxDepth = 4;               // the root, "layers", one override, its list of lambdas
 
-constexpr GroupReduce kGroupReduces[] = {GroupReduce::kSum, GroupReduce::kMax, GroupReduce::kNone};
-
-constexpr const char* kGroupReduceNames = "sum, max, none";
-constexpr const char* kParts = "1, 2, 4, 8";
-constexpr const char* kKeys =
-    "attention, block_size, init_tokens, local_tokens, top_k, lambda, group_reduce, dense_below, "
-    "parts, survivors, punctuation";
-
-// With those that only the reference computes: settings name them, plans refuse them.
-std::string AllPolicyNames() {
-  std::string names;
-  for (const PolicyRow& row : kPolicies) names += (names.empty() ? "" : ", ") + std::string(row.name);
-  return names;
-}
-
 std::optional<GroupReduce> FindGroupReduce(std::string_view name) {
   for (const GroupReduce reduce : kGroupReduces) {
     if (name == Name(reduce)) return reduce;
   }
   return std::nullopt;
-}
-
-void CheckTokens(const char* name, int32_t value, int32_t unit) {
-  if (value < 0 || value > kMaxTokens || value % unit != 0) {
-    ThrowInvalid("settings: {} is {}; allowed: multiples of {} from 0 to {}", name, value, unit, kMaxTokens);
-  }
-}
-
-void CheckLambda(const std::string& name, float value) {
-  // Written so that NaN fails too.
-  if (!(value >= 0 && value <= 1)) ThrowInvalid("settings: {} is {}; allowed: 0 to 1", name, value);
 }
 
 // A value as it may appear in a message. Lists and objects are named only: they may be of any size and depth.
@@ -69,9 +43,11 @@ std::string Shown(const Json& value) {
 }
 
 // Where a value stands, for messages: "top_k", or "layers \"3-5\": top_k".
-std::string Where(const std::string& place, const std::string& key) { return place.empty() ? key : place + ": " + key; }
+std::string Where(const std::string& place, const std::string& key) {
+  return place.empty() ? key : fmt::format("{}: {}", place, key);
+}
 
-int32_t ReadInt(const Json& value, const std::string& where, const char* allowed) {
+int32_t ReadInt(const Json& value, const std::string& where, const std::string& allowed) {
   // Through 64 bits, so that a huge number is refused here and does not wrap around.
   if (value.is_number_unsigned() && value.get<uint64_t>() <= INT32_MAX) return value.get<int32_t>();
   if (value.is_number_integer() && !value.is_number_unsigned() && value.get<int64_t>() >= INT32_MIN) {
@@ -88,7 +64,7 @@ float ReadLambda(const Json& value, const std::string& where) {
   return static_cast<float>(number);
 }
 
-const std::string& ReadString(const Json& value, const std::string& where, const char* allowed) {
+const std::string& ReadString(const Json& value, const std::string& where, const std::string& allowed) {
   if (!value.is_string()) ThrowInvalid("settings: {} is {}; allowed: {}", where, Shown(value), allowed);
   return value.get_ref<const std::string&>();
 }
@@ -108,72 +84,75 @@ std::string ReadIds(const Json& list, const std::string& where) {
   return out;
 }
 
+// The values of JSON, one by one. What is a number of the right type is judged by Validate.
+void Read(const PolicySetting& row, const Json& value, const std::string& where, Settings* out) {
+  const std::string& name = ReadString(value, where, Allowed(row));
+  const PolicyRow* const policy = FindPolicy(name);
+  if (policy == nullptr) ThrowInvalid("settings: {} is {}; allowed: {}", where, Quoted(name), Allowed(row));
+  out->policy = policy->policy;
+}
+
+void Read(const ReduceSetting& row, const Json& value, const std::string& where, Settings* out) {
+  const std::string& name = ReadString(value, where, Allowed(row));
+  const std::optional<GroupReduce> reduce = FindGroupReduce(name);
+  if (!reduce) ThrowInvalid("settings: {} is {}; allowed: {}", where, Quoted(name), Allowed(row));
+  out->group_reduce = *reduce;
+}
+
+void Read(const IntSetting& row, const Json& value, const std::string& where, Settings* out) {
+  out->*row.value = ReadInt(value, where, Allowed(row));
+}
+
+void Read(const LambdaSetting&, const Json& value, const std::string& where, Settings* out) {
+  if (value.is_array()) {
+    if (value.empty() || value.size() > static_cast<size_t>(kMaxHeads)) {
+      ThrowInvalid("settings: {} is a list of {}; allowed: one number per KV head, 1 to {}", where, value.size(),
+                   kMaxHeads);
+    }
+    out->head_lambda.clear();
+    for (const Json& item : value) {
+      out->head_lambda.push_back(ReadLambda(item, fmt::format("{}[{}]", where, out->head_lambda.size())));
+    }
+  } else if (value.is_number()) {
+    out->lambda = ReadLambda(value, where);
+    out->head_lambda.clear();
+  } else {
+    ThrowInvalid("settings: {} is {}; allowed: a number from 0 to 1, or a list of them, one per KV head", where,
+                 Shown(value));
+  }
+}
+
+void Read(const TextSetting& row, const Json& value, const std::string& where, Settings* out) {
+  out->*row.value = value.is_array() ? ReadIds(value, where)
+                                     : ReadString(value, where, "the name of a set or of a file, or a list of ids");
+}
+
 // Reads one object of settings over `base`. `place` is empty for the root, which alone may have "layers".
 Settings ReadSettings(const Json& object, const Settings& base, const std::string& place) {
   Settings out = base;
+  std::set<std::string_view> names;
   for (const auto& [key, value] : object.items()) {
-    const std::string where = Where(place, key);
-    if (key == "attention") {
-      const std::string allowed = AllPolicyNames();
-      const std::string& name = ReadString(value, where, allowed.c_str());
-      const PolicyRow* const row = FindPolicy(name);
-      if (row == nullptr) ThrowInvalid("settings: {} is {}; allowed: {}", where, Quoted(name), allowed);
-      out.policy = row->policy;
-      // Where the policy has one block size, nobody should have to spell it out.
-      if (!object.contains("block_size")) out.block_size = BlockSizeOf(out.policy, out.block_size);
-    } else if (key == "block_size") {
-      out.block_size = ReadInt(value, where, "16, 32, 64");
-    } else if (key == "init_tokens") {
-      out.init_tokens = ReadInt(value, where, "multiples of block_size from 0 to 1073741824");
-    } else if (key == "local_tokens") {
-      out.local_tokens = ReadInt(value, where, "multiples of block_size from 0 to 1073741824");
-    } else if (key == "top_k") {
-      out.top_k = ReadInt(value, where, "0 to 65536");
-    } else if (key == "lambda") {
-      if (value.is_array()) {
-        if (value.empty() || value.size() > static_cast<size_t>(kMaxHeads)) {
-          ThrowInvalid("settings: {} is a list of {}; allowed: one number per KV head, 1 to {}", where, value.size(),
-                       kMaxHeads);
-        }
-        out.head_lambda.clear();
-        for (const Json& item : value) {
-          out.head_lambda.push_back(ReadLambda(item, fmt::format("{}[{}]", where, out.head_lambda.size())));
-        }
-      } else if (value.is_number()) {
-        out.lambda = ReadLambda(value, where);
-        out.head_lambda.clear();
-      } else {
-        ThrowInvalid("settings: {} is {}; allowed: a number from 0 to 1, or a list of them, one per KV head", where,
-                     Shown(value));
-      }
-    } else if (key == "group_reduce") {
-      const std::string& name = ReadString(value, where, kGroupReduceNames);
-      const std::optional<GroupReduce> reduce = FindGroupReduce(name);
-      if (!reduce) ThrowInvalid("settings: {} is {}; allowed: {}", where, Quoted(name), kGroupReduceNames);
-      out.group_reduce = *reduce;
-    } else if (key == "dense_below") {
-      out.dense_below = ReadInt(value, where, "multiples of block_size from 0 to 1073741824");
-    } else if (key == "parts") {
-      out.parts = ReadInt(value, where, kParts);
-    } else if (key == "survivors") {
-      out.survivors = ReadInt(value, where, "0 (all blocks) and up");
-    } else if (key == "punctuation") {
-      out.punctuation = value.is_array() ? ReadIds(value, where)
-                                         : ReadString(value, where, "the name of a set or of a file, or a list of ids");
-    } else if (key == "tested_tokens" && place.empty()) {
+    const bool known = WithSetting(key, [&, &key = key, &given = value](const auto& row) {
+      const std::string where = Where(place, key == row.name ? Marked(Setting{row.name}) : key);
+      if (!names.insert(row.name).second) ThrowInvalid("settings: {} is given twice, as {} too", where, row.name);
+      Read(row, given, where, &out);
+    });
+    if (known) continue;
+    if (key == "tested_tokens" && place.empty()) {
       // What whoever made the model says of it; nothing is computed with it.
-      if (ReadInt(value, where, "1 and up") < 1)
-        ThrowInvalid("settings: {} is {}; allowed: 1 and up", where, Shown(value));
+      if (ReadInt(value, key, "1 and up") < 1) ThrowInvalid("settings: {} is {}; allowed: 1 and up", key, Shown(value));
     } else if (!(key == "layers" && place.empty())) {
-      ThrowInvalid("settings: {} is not a setting; allowed: {}{}", Where(place, Quoted(key)), kKeys,
+      ThrowInvalid("settings: {} is not a setting; allowed: {}{}", Where(place, Quoted(key)), SettingNames(),
                    place.empty() ? ", tested_tokens, layers" : "");
     }
   }
+  // Where the policy has one block size, nobody should have to spell it out.
+  if (names.contains("attention") && !names.contains("block")) out.block_size = BlockSizeOf(out.policy, out.block_size);
   try {
     Validate(out);
   } catch (const Error& error) {
     if (place.empty()) throw;
-    throw Error(error.status(), fmt::format("{} (in {})", error.what(), place));
+    throw Error(error.status(), fmt::format("{} (in {})", error.message(), place));
   }
   return out;
 }
@@ -225,33 +204,83 @@ Json Parse(std::string_view text) {
   }
 }
 
-OrderedJson LambdaJson(const Settings& settings) {
-  if (settings.head_lambda.empty()) return AsGiven(settings.lambda);
+OrderedJson ValueJson(const PolicySetting& row, const Settings& settings) { return Name(settings.*row.value); }
+OrderedJson ValueJson(const ReduceSetting& row, const Settings& settings) { return Name(settings.*row.value); }
+OrderedJson ValueJson(const IntSetting& row, const Settings& settings) { return settings.*row.value; }
+OrderedJson ValueJson(const LambdaSetting& row, const Settings& settings) {
+  if (settings.head_lambda.empty()) return AsGiven(settings.*row.value);
   OrderedJson list = OrderedJson::array();
   for (const float lambda : settings.head_lambda) list.push_back(AsGiven(lambda));
   return list;
 }
-
-OrderedJson PunctuationJson(const std::string& punctuation) {
-  if (!punctuation.starts_with(kIds)) return punctuation;
-  return OrderedJson::parse("[" + punctuation.substr(kIds.size()) + "]");
+OrderedJson ValueJson(const TextSetting& row, const Settings& settings) {
+  const std::string& text = settings.*row.value;
+  return text.starts_with(kIds) ? OrderedJson::parse("[" + text.substr(kIds.size()) + "]") : OrderedJson(text);
 }
 
 OrderedJson ToJson(const Settings& settings) {
   Validate(settings);
   OrderedJson out;
-  out["attention"] = Name(settings.policy);
-  out["block_size"] = settings.block_size;
-  out["init_tokens"] = settings.init_tokens;
-  out["local_tokens"] = settings.local_tokens;
-  out["top_k"] = settings.top_k;
-  out["lambda"] = LambdaJson(settings);
-  out["group_reduce"] = Name(settings.group_reduce);
-  out["dense_below"] = settings.dense_below;
-  out["parts"] = settings.parts;
-  out["survivors"] = settings.survivors;
-  out["punctuation"] = PunctuationJson(settings.punctuation);
+  ForEachSetting([&](const auto& row) { out[row.name] = ValueJson(row, settings); });
   return out;
+}
+
+void Check(const PolicySetting& row, const Settings& settings) {
+  const auto number = static_cast<int32_t>(settings.*row.value);
+  if (!IsPolicy(number)) ThrowInvalid("settings: {} is {}; allowed: {}", Setting{row.name}, number, Allowed(row));
+}
+
+void Check(const ReduceSetting& row, const Settings& settings) {
+  if (FindGroupReduce(Name(settings.*row.value))) return;
+  ThrowInvalid("settings: {} is {}; allowed: {}", Setting{row.name}, static_cast<int32_t>(settings.*row.value),
+               Allowed(row));
+}
+
+void Check(const IntSetting& row, const Settings& settings) {
+  const int32_t value = settings.*row.value, block = settings.block_size;
+  if (row.value == &Settings::block_size) {
+    if (const int32_t own = BlockSizeOf(settings.policy, block); block != own) {
+      ThrowInvalid("settings: {} is {}; allowed with {}: {}", Setting{row.name}, block, Name(settings.policy), own);
+    }
+  }
+  // What is never computed with but for its own sake, dense_below, keeps to the block.
+  const bool is_budget = row.value == &Settings::init_tokens || row.value == &Settings::local_tokens;
+  const int32_t unit = is_budget ? BudgetUnit(settings.policy, block) : block;
+  if (!Takes(row, value, unit)) {
+    ThrowInvalid("settings: {} is {}; allowed: {}", Setting{row.name}, value, Allowed(row, unit));
+  }
+}
+
+void CheckLambda(const std::string& name, float value) {
+  // Written so that NaN fails too.
+  if (!(value >= 0 && value <= 1)) ThrowInvalid("settings: {} is {}; allowed: 0 to 1", name, value);
+}
+
+void Check(const LambdaSetting& row, const Settings& settings) {
+  CheckLambda(Marked(Setting{row.name}), settings.*row.value);
+  if (settings.head_lambda.size() > static_cast<size_t>(kMaxHeads)) {
+    ThrowInvalid("settings: head_lambda has {} values; allowed: one per KV head, at most {}",
+                 settings.head_lambda.size(), kMaxHeads);
+  }
+  for (size_t head = 0; head < settings.head_lambda.size(); ++head) {
+    CheckLambda(fmt::format("head_lambda[{}]", head), settings.head_lambda[head]);
+  }
+}
+
+void Check(const TextSetting& row, const Settings& settings) {
+  const std::string& text = settings.*row.value;
+  if (text.starts_with(kIds)) {
+    if (text.size() > kMaxPunctuationIds || text.find_first_not_of("0123456789,", kIds.size()) != std::string::npos ||
+        !Json::accept("[" + text.substr(kIds.size()) + "]")) {
+      ThrowInvalid("settings: {} is {}; allowed after {}: ids with commas between them", Setting{row.name},
+                   Quoted(text), kIds);
+    }
+    return;
+  }
+  if (text.empty() || text.size() > kMaxPunctuation || !IsUtf8(text) || text.find('\0') != std::string::npos) {
+    ThrowInvalid("settings: {} is {}; allowed: the name of a set, or of a file, 1 to {} bytes of UTF-8",
+                 Setting{row.name}, Quoted(text), kMaxPunctuation);
+  }
 }
 
 }  // namespace
@@ -269,13 +298,16 @@ const char* Name(GroupReduce reduce) {
 
 Policy PolicyFromName(std::string_view name) {
   const PolicyRow* const row = FindPolicy(name);
-  if (row == nullptr) ThrowInvalid("settings: attention is {}; allowed: {}", Quoted(name), AllPolicyNames());
+  if (row == nullptr)
+    ThrowInvalid("settings: {} is {}; allowed: {}", Setting{"attention"}, Quoted(name), Allowed(PolicySetting{}));
   return row->policy;
 }
 
 GroupReduce GroupReduceFromName(std::string_view name) {
   const std::optional<GroupReduce> reduce = FindGroupReduce(name);
-  if (!reduce) ThrowInvalid("settings: group_reduce is {}; allowed: {}", Quoted(name), kGroupReduceNames);
+  if (!reduce) {
+    ThrowInvalid("settings: {} is {}; allowed: {}", Setting{"group_reduce"}, Quoted(name), Allowed(ReduceSetting{}));
+  }
   return *reduce;
 }
 
@@ -293,77 +325,26 @@ Settings Settings::Preset(int64_t context_tokens) {
 Settings Settings::FromC(const phsa_settings& given) {
   const phsa_settings c = Widened(given, {offsetof(phsa_settings, parts)}, "settings");
   if (!IsPolicy(c.policy)) {
-    ThrowInvalid("settings: policy is {}; allowed: 0 to {} ({})", c.policy, std::size(kPolicies) - 1, AllPolicyNames());
+    ThrowInvalid("settings: policy is {}; allowed: 0 to {} ({})", c.policy, std::size(kPolicies) - 1,
+                 Allowed(PolicySetting{}));
   }
   if (c.group_reduce < PHSA_GROUP_SUM || c.group_reduce > PHSA_GROUP_NONE) {
     ThrowInvalid("settings: group_reduce is {}; allowed: {} to {} ({})", c.group_reduce,
-                 static_cast<int>(PHSA_GROUP_SUM), static_cast<int>(PHSA_GROUP_NONE), kGroupReduceNames);
+                 static_cast<int>(PHSA_GROUP_SUM), static_cast<int>(PHSA_GROUP_NONE), Allowed(ReduceSetting{}));
   }
   Settings out;
-  out.policy = static_cast<Policy>(c.policy);
-  out.block_size = c.block_size;
-  out.init_tokens = c.init_tokens;
-  out.local_tokens = c.local_tokens;
-  out.top_k = c.top_k;
-  out.lambda = c.lambda;
-  out.group_reduce = static_cast<GroupReduce>(c.group_reduce);
-  out.dense_below = c.dense_below;
-  out.parts = c.parts == 0 ? 1 : c.parts;
-  out.survivors = c.survivors;
+  ForEachSetting([&](const auto& row) {
+    using Row = std::decay_t<decltype(row)>;
+    if constexpr (!std::is_same_v<Row, TextSetting>) {
+      out.*row.value = static_cast<std::decay_t<decltype(out.*row.value)>>(c.*row.c);
+    }
+  });
+  if (out.parts == 0) out.parts = 1;
   return out;
 }
 
 void Validate(const Settings& settings) {
-  if (!IsPolicy(static_cast<int32_t>(settings.policy))) {
-    ThrowInvalid("settings: attention is {}; allowed: {}", static_cast<int32_t>(settings.policy), AllPolicyNames());
-  }
-  if (!FindGroupReduce(Name(settings.group_reduce))) {
-    ThrowInvalid("settings: group_reduce is {}; allowed: {}", static_cast<int32_t>(settings.group_reduce),
-                 kGroupReduceNames);
-  }
-  const int32_t block = settings.block_size;
-  if (const int32_t own = BlockSizeOf(settings.policy, block); block != own) {
-    ThrowInvalid("settings: block_size is {}; allowed with {}: {}", block, Name(settings.policy), own);
-  }
-  if (block != 16 && block != 32 && block != 64) {
-    ThrowInvalid("settings: block_size is {}; allowed: 16, 32, 64", block);
-  }
-  const int32_t unit = BudgetUnit(settings.policy, block);
-  CheckTokens("init_tokens", settings.init_tokens, unit);
-  CheckTokens("local_tokens", settings.local_tokens, unit);
-  CheckTokens("dense_below", settings.dense_below, block);
-  if (settings.top_k < 0 || settings.top_k > kMaxTopK) {
-    ThrowInvalid("settings: top_k is {}; allowed: 0 to {}", settings.top_k, kMaxTopK);
-  }
-  if (settings.parts != 1 && settings.parts != 2 && settings.parts != 4 && settings.parts != 8) {
-    ThrowInvalid("settings: parts is {}; allowed: {}", settings.parts, kParts);
-  }
-  if (settings.survivors < 0 || settings.survivors > kMaxTokens) {
-    ThrowInvalid("settings: survivors is {}; allowed: 0 (all blocks) to {}", settings.survivors, kMaxTokens);
-  }
-  CheckLambda("lambda", settings.lambda);
-  if (settings.head_lambda.size() > static_cast<size_t>(kMaxHeads)) {
-    ThrowInvalid("settings: head_lambda has {} values; allowed: one per KV head, at most {}",
-                 settings.head_lambda.size(), kMaxHeads);
-  }
-  for (size_t head = 0; head < settings.head_lambda.size(); ++head) {
-    CheckLambda(fmt::format("head_lambda[{}]", head), settings.head_lambda[head]);
-  }
-  const std::string& punctuation = settings.punctuation;
-  if (punctuation.starts_with(kIds)) {
-    if (punctuation.size() > kMaxPunctuationIds ||
-        punctuation.find_first_not_of("0123456789,", kIds.size()) != std::string::npos ||
-        !Json::accept("[" + punctuation.substr(kIds.size()) + "]")) {
-      ThrowInvalid("settings: punctuation is {}; allowed after {}: ids with commas between them", Quoted(punctuation),
-                   kIds);
-    }
-    return;
-  }
-  if (punctuation.empty() || punctuation.size() > kMaxPunctuation || !IsUtf8(punctuation) ||
-      punctuation.find('\0') != std::string::npos) {
-    ThrowInvalid("settings: punctuation is {}; allowed: the name of a set, or of a file, 1 to {} bytes of UTF-8",
-                 Quoted(punctuation), kMaxPunctuation);
-  }
+  ForEachSetting([&](const auto& row) { Check(row, settings); });
 }
 
 LayerSettings SettingsFromJson(std::string_view json) {

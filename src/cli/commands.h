@@ -24,6 +24,7 @@ void AddBenchCommand(CLI::App& app);
 void AddCompareCommand(CLI::App& app);
 void AddTuneCommand(CLI::App& app);
 void AddPlanCommand(CLI::App& app);
+void AddSettingsCommand(CLI::App& app);  // not listed
 // About the program itself, made from the commands above: help, version, and, not listed, completion and man.
 void AddHelpCommands(CLI::App& app);
 

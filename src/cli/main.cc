@@ -116,6 +116,7 @@ int Main(int argc, char** argv) {
   AddExportCommand(app);
   AddInfoCommand(app);
   AddModelsCommand(app);
+  AddSettingsCommand(app);
   AddOutputFlags(app);
   AddHelpCommands(app);
   NameEnvironmentVariables(app);

@@ -94,7 +94,7 @@ std::vector<NamedAttention> Attentions(const NiahFlags& flags, const ModelConfig
     }
     uses_lambda = true;
     for (const float lambda : flags.lambdas) {
-      one.lambda = lambda;
+      one.given["lambda"] = lambda;
       add(one);
     }
   }

@@ -9,11 +9,14 @@
 #include "attention/policies.h"
 #include "base/errors.h"
 #include "base/mapped_file.h"
+#include "base/plain_names.h"
+#include "cli/spelling.h"
 #include "cli/terminal.h"
 #include "engine/attention_choice.h"
 #include "engine/speculation.h"
 #include "grammar/grammar.h"
 #include "io/model_store.h"
+#include "phsa/punctuation.h"
 #include "tokenizer/utf8_scan.h"
 
 namespace phsa::cli {
@@ -50,6 +53,32 @@ void AddAdapterFlag(CLI::App& command, std::string& folder) {
   command.add_option("--adapter", folder, "the folder of a LoRA adapter for the model, in PEFT's form");
 }
 
+namespace {
+
+// What a setting takes, in few words, and what it is unless somebody says otherwise.
+std::string HelpOf(const IntSetting& row, const Settings& ours, const Settings& in_short) {
+  std::string takes;
+  if (row.choices[0] > 0) takes = Allowed(row);
+  if (row.of_blocks) takes = "multiples of the block";
+  const int32_t otherwise = ours.*row.value, small = in_short.*row.value;
+  return fmt::format("{}{}{} ({}{})", row.help, takes.empty() ? "" : "; ", takes, otherwise,
+                     small != otherwise ? fmt::format("; {} up to 4k of context", small) : "");
+}
+std::string HelpOf(const LambdaSetting& row, const Settings& ours, const Settings&) {
+  return fmt::format("weight of the plain mean in a representative, {} ({})", Allowed(row), ours.*row.value);
+}
+std::string HelpOf(const ReduceSetting& row, const Settings& ours, const Settings&) {
+  return fmt::format("{}; {} ({})", row.help, Allowed(row), Name(ours.*row.value));
+}
+std::string HelpOf(const TextSetting& row, const Settings& ours, const Settings&) {
+  return fmt::format("{}; {}, or a file ({})", row.help, fmt::join(PunctuationSetNames(), ", "), ours.*row.value);
+}
+
+template <class T>
+using FlagValue = std::conditional_t<std::is_same_v<T, GroupReduce>, std::string, T>;
+
+}  // namespace
+
 void AddAttentionFlags(CLI::App& command, AttentionFlags& flags) {
   const std::string group = "Attention";
   command
@@ -57,28 +86,20 @@ void AddAttentionFlags(CLI::App& command, AttentionFlags& flags) {
                   "auto (the settings of the model or its adapter, else dense), " + PolicyNames())
       ->delimiter(',')
       ->group(group);
-  command.add_option("-K,--attention-top-k", flags.top_k, "blocks that a query chooses (16)")
-      ->delimiter(',')
-      ->group(group);
   const Settings ours, in_short = Settings::Preset(1);
-  const auto setting = [&](const char* name, auto& value, const char* help, const auto& otherwise) {
-    command.add_option(name, value, fmt::format("{} ({})", help, otherwise))->group(group);
-  };
-  const auto tokens = [](int32_t whole, int32_t small) {
-    return fmt::format("{}; {} up to 4k of context", whole, small);
-  };
-  setting("--parts", flags.parts, "representatives of a block: 1, 2, 4 or 8", ours.parts);
-  setting("--survivors", flags.survivors, "with parts: blocks that one representative a block leaves for them; 0: all",
-          ours.survivors);
-  setting("--lambda", flags.lambda, "weight of the plain mean in a representative, 0 to 1", ours.lambda);
-  setting("--punctuation", flags.punctuation, "en, zh, en+zh, sentence, pure, none, or a file", ours.punctuation);
-  setting("--init", flags.init, "tokens at the start that are always read",
-          tokens(ours.init_tokens, in_short.init_tokens));
-  setting("--local", flags.local, "latest tokens that are always read",
-          tokens(ours.local_tokens, in_short.local_tokens));
-  setting("--block", flags.block, "tokens of a block", ours.block_size);
-  setting("--dense-below", flags.dense_below, "queries at positions below this read everything", ours.dense_below);
-  setting("--group-reduce", flags.group_reduce, "sum, max or none", Name(ours.group_reduce));
+  ForEachSetting([&](const auto& row) {
+    using Row = std::decay_t<decltype(row)>;
+    if constexpr (!std::is_same_v<Row, PolicySetting>) {
+      const std::string help = HelpOf(row, ours, in_short);
+      if (row.name == std::string_view("top_k")) {  // lists make sweeps; --top-k is the sampler's
+        command.add_option("-K,--attention-top-k", flags.top_k, help)->delimiter(',')->group(group);
+        return;
+      }
+      using Value = FlagValue<std::decay_t<decltype(ours.*row.value)>>;
+      const auto take = [&flags, name = row.name](const Value& value) { flags.given[name] = value; };
+      command.add_option_function<Value>(FlagOf(std::string(1, kSettingSign) + row.name), take, help)->group(group);
+    }
+  });
   command
       .add_option("--preset", flags.preset,
                   "init and local by name: paper-4k (16 and 128), paper-32k (128 and 512), with one part a block")
@@ -102,7 +123,8 @@ std::vector<std::optional<int32_t>> TopKs(const AttentionFlags& flags) {
 
 std::string ReadSettingsFile(const std::string& path) {
   std::string json = ReadTextFile(path, kMaxConfigBytes);
-  SettingsFromJson(json);  // so that an empty file is refused: for a choice it would mean none
+  // An empty file is refused: for a choice it would mean none.
+  WithPlainNames([&] { return SettingsFromJson(json); });
   return json;
 }
 
@@ -110,16 +132,8 @@ AttentionChoice ChoiceOf(const AttentionFlags& flags) {
   AttentionChoice choice;
   choice.policy = flags.policies.front();
   choice.preset = flags.preset;
-  if (!flags.top_k.empty()) choice.top_k = flags.top_k.front();
-  choice.parts = flags.parts;
-  choice.survivors = flags.survivors;
-  choice.lambda = flags.lambda;
-  choice.init = flags.init;
-  choice.local = flags.local;
-  choice.block = flags.block;
-  choice.dense_below = flags.dense_below;
-  choice.punctuation = flags.punctuation;
-  choice.group_reduce = flags.group_reduce;
+  choice.given = flags.given;
+  if (!flags.top_k.empty()) choice.given["top_k"] = flags.top_k.front();
   if (!flags.config_file.empty()) {
     choice.config_json = ReadSettingsFile(flags.config_file);
   }
@@ -133,7 +147,7 @@ std::vector<LayerSettings> SomeAttentionSettings(const AttentionFlags& flags, co
   for (const std::string& policy : flags.policies) {
     for (const std::optional<int32_t> top_k : TopKs(flags)) {
       choice.policy = policy;
-      choice.top_k = top_k;
+      if (top_k) choice.given["top_k"] = *top_k;
       LayerSettings settings = ResolveAttention(choice, config, context);
       if (all.empty() || settings != all.back()) all.push_back(std::move(settings));
       if (!Chooses(all.back().base.policy)) break;

@@ -34,9 +34,8 @@ void AddAdapterFlag(CLI::App& command, std::string& folder);
 struct AttentionFlags {
   std::vector<std::string> policies = {"auto"};
   std::vector<int32_t> top_k;  // empty: what the settings say, 16 unless they do
-  std::optional<float> lambda;
-  std::optional<int32_t> parts, survivors, init, local, block, dense_below;
-  std::string preset, punctuation, group_reduce, config_file;
+  GivenSettings given;         // of the others
+  std::string preset, config_file;
 };
 void AddAttentionFlags(CLI::App& command, AttentionFlags& flags);
 // The text of a file of settings, judged.

@@ -9,7 +9,7 @@ namespace phsa::cli {
 
 // The flag of an option, with its value where that is not empty: ("kv_type", "bf16") is --kv-type bf16. The names of
 // the attention's settings begin with a dot (phsa/error.h).
-std::string FlagOf(std::string_view name, std::string_view value);
+std::string FlagOf(std::string_view name, std::string_view value = {});
 // A text that names options (base/option.h), with flags in their places.
 std::string WithFlags(std::string_view text);
 

@@ -10,6 +10,7 @@
 #include "base/as_given.h"
 #include "base/errors.h"
 #include "base/nearest.h"
+#include "base/plain_names.h"
 #include "io/json.h"
 #include "phsa/punctuation.h"
 
@@ -31,8 +32,8 @@ struct Merged {
     if (policy == was) return;
     one["attention"] = Name(policy);
     // What belongs to a policy comes and goes with it.
-    const int32_t usual = preset["block_size"];
-    if (BlockSizeOf(policy, usual) != BlockSizeOf(was, usual)) one["block_size"] = BlockSizeOf(policy, usual);
+    const int32_t usual = preset["block"];
+    if (BlockSizeOf(policy, usual) != BlockSizeOf(was, usual)) one["block"] = BlockSizeOf(policy, usual);
     // Those of a model that attends densely by default are for whoever asks for the policy that they are for.
     if (IsSparse(was) || (carries_dense && policy != kOwnPolicy)) {
       one["parts"] = preset["parts"];
@@ -74,9 +75,24 @@ struct Merged {
   }
 };
 
+// An object of settings with today's names.
+Json Renamed(const Json& object) {
+  Json out = Json::object();
+  for (const auto& [key, value] : object.items()) {
+    std::string name = key;
+    WithSetting(key, [&](const SettingInfo& row) { name = row.name; });
+    out[name] = value;
+  }
+  return out;
+}
+
 Json Parse(const std::string& json) {
-  SettingsFromJson(json);  // judges it
-  return Json::parse(json);
+  WithPlainNames([&] { return SettingsFromJson(json); });  // judges it
+  Json out = Renamed(Json::parse(json));
+  if (out.contains("layers")) {
+    for (Json& one : out["layers"]) one = Renamed(one);
+  }
+  return out;
 }
 
 // Of the policies, those that the engine runs.
@@ -122,7 +138,7 @@ Json PresetOf(const std::string& name) {
     names.emplace_back(known);
     if (name != known) continue;
     const Settings preset = Settings::Preset(context);
-    return {{"init_tokens", preset.init_tokens}, {"local_tokens", preset.local_tokens}, {"parts", preset.parts}};
+    return {{"init", preset.init_tokens}, {"local", preset.local_tokens}, {"parts", preset.parts}};
   }
   ThrowInvalid("{} is {}{}; allowed: {}", Setting{"preset"}, Quoted(name), DidYouMean(name, names),
                fmt::join(names, ", "));
@@ -136,19 +152,17 @@ Json FlagsOf(const AttentionChoice& choice) {
   Json flags = Json::object();
   if (choice.policy != "auto") flags["attention"] = choice.policy;
   if (NamesDense(choice)) return flags;
-  const auto add = [&](const char* key, const auto& value) {
-    if (value) flags[key] = *value;
-  };
-  add("top_k", choice.top_k);
-  add("parts", choice.parts);
-  add("survivors", choice.survivors);
-  if (choice.lambda) flags["lambda"] = AsGiven(*choice.lambda);
-  add("init_tokens", choice.init);
-  add("local_tokens", choice.local);
-  add("block_size", choice.block);
-  add("dense_below", choice.dense_below);
-  if (!choice.punctuation.empty()) flags["punctuation"] = choice.punctuation;
-  if (!choice.group_reduce.empty()) flags["group_reduce"] = choice.group_reduce;
+  for (const auto& [name, value] : choice.given) {
+    std::visit(
+        [&, &key = name](const auto& one) {
+          if constexpr (std::is_same_v<std::decay_t<decltype(one)>, float>) {
+            flags[key] = AsGiven(one);
+          } else {
+            flags[key] = one;
+          }
+        },
+        value);
+  }
   return flags;
 }
 
@@ -162,7 +176,7 @@ LayerSettings Resolve(const AttentionChoice& choice, const ModelConfig& config, 
   Merged merged{Json::parse(SettingsToJson(DenseSettings(Settings::Preset(context))))};
   if (choice.policy != "auto") CheckPolicy(choice.policy);  // before anything else is read: it lists the names
   Json file = choice.config_json.empty() ? Json::object() : Parse(choice.config_json);
-  const bool own_punctuation = !choice.punctuation.empty() || file.contains("punctuation");
+  const bool own_punctuation = choice.given.contains("punctuation") || file.contains("punctuation");
   if (!config.phsa_settings.empty()) {
     const Json carried = ParseCarried(config.phsa_settings, own_punctuation);
     merged.Add(carried);
@@ -198,34 +212,26 @@ LayerSettings ResolveAttention(const AttentionChoice& choice, const ModelConfig&
 }
 
 void RefuseWithoutEffect(const AttentionChoice& given, std::span<const LayerSettings> settings) {
-  const auto has_parts = [&](const Settings& one) { return HasMeans(one.policy) && one.parts > 1; };
-  const auto check = [&](bool set, const char* name, bool (*uses)(Policy)) {
-    const auto used = [&](const Settings& one) { return uses(one.policy); };
-    if (!set ||
-        std::any_of(settings.begin(), settings.end(), [&](const LayerSettings& one) { return AnyLayer(one, used); })) {
-      return;
-    }
+  const auto any = [&](const auto& holds) {
+    return std::any_of(settings.begin(), settings.end(),
+                       [&](const LayerSettings& one) { return AnyLayer(one, holds); });
+  };
+  const auto check = [&](const char* name, bool (*matters)(Policy)) {
+    if (any([&](const Settings& one) { return matters(one.policy); })) return;
     const bool unsaid = (given.policy.empty() || given.policy == "auto") && IsDense(settings.front());
     ThrowInvalid("{} has no effect: the attention is {}{}; give {} {}, or leave {} out", Setting{name},
                  Name(settings.front().base.policy), unsaid ? ", as nothing says otherwise" : "", Setting{"attention"},
-                 PolicyNames(uses, " or "), Setting{name});
+                 PolicyNames(matters, " or "), Setting{name});
   };
-  check(given.top_k.has_value(), "top_k", Chooses);
-  check(given.parts.has_value(), "parts", HasMeans);
-  check(given.survivors.has_value(), "survivors", HasMeans);
-  if (given.survivors && !std::any_of(settings.begin(), settings.end(),
-                                      [&](const LayerSettings& one) { return AnyLayer(one, has_parts); })) {
+  ForEachSetting([&](const SettingInfo& row) {
+    if (given.given.contains(row.name)) check(row.name, row.matters);
+  });
+  if (!given.preset.empty()) check("preset", IsSparse);
+  if (given.given.contains("survivors") &&
+      !any([](const Settings& one) { return HasMeans(one.policy) && one.parts > 1; })) {
     ThrowInvalid("{0} has no effect: no block has parts; give {1} 2, 4 or 8, or leave {0} out", Setting{"survivors"},
                  Setting{"parts"});
   }
-  check(given.lambda.has_value(), "lambda", Weighs);
-  check(!given.punctuation.empty(), "punctuation", Weighs);
-  check(!given.group_reduce.empty(), "group_reduce", Chooses);
-  check(!given.preset.empty(), "preset", IsSparse);
-  check(given.init.has_value(), "init", IsSparse);
-  check(given.local.has_value(), "local", IsSparse);
-  check(given.block.has_value(), "block", IsSparse);
-  check(given.dense_below.has_value(), "dense_below", IsSparse);
 }
 
 std::string CarriedSettings(const ModelConfig& config) {

@@ -9,7 +9,7 @@
 #include <span>
 #include <string>
 
-#include "attention/policies.h"
+#include "attention/setting_list.h"
 #include "io/model_source.h"
 #include "phsa/settings.h"
 
@@ -25,12 +25,8 @@ struct AttentionChoice {
   // Empty: not set; or the paper's init and local (and one representative a block) by name, above the file and beneath
   // what is set here: paper-4k, paper-32k.
   std::string preset;
-  std::optional<int32_t> top_k, parts, survivors;
-  std::optional<float> lambda;
-  std::optional<int32_t> init, local, block;
-  std::string punctuation, group_reduce;  // empty: not set
-  std::string config_json;                // the text of a settings file (docs/settings.md); empty: none
-  std::optional<int32_t> dense_below;
+  GivenSettings given;      // by name; without "attention", which is the policy
+  std::string config_json;  // the text of a settings file (docs/settings.md); empty: none
 };
 
 // `context`: the longest text, for the preset. Throws phsa::Error naming the setting, its value and what is allowed.

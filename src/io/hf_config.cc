@@ -204,9 +204,9 @@ std::string ReadInfLlm2(const JsonFields& sparse) {
   const int32_t init = sparse.Int("init_blocks", 0, kMost / kBlock).value_or(1);
   const int32_t top_k = sparse.Int("topk", 0, kMost / kBlock).value_or(64);
   return Json{{"attention", "infllm2-64"},
-              {"block_size", kBlock},
-              {"init_tokens", init * kBlock},
-              {"local_tokens", whole_blocks(sparse.Int("window_size", 0, kMost).value_or(2048))},
+              {"block", kBlock},
+              {"init", init * kBlock},
+              {"local", whole_blocks(sparse.Int("window_size", 0, kMost).value_or(2048))},
               {"top_k", std::max(0, top_k - init)},
               {"dense_below", whole_blocks(std::max(0, sparse.Int("dense_len", -1, kMost).value_or(8192)))}}
       .dump();

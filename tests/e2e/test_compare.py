@@ -209,7 +209,7 @@ def test_all_parts_of_a_row_have_one_configuration(document, tmp_path):
     assert done.returncode == 0, done.stderr
     found = report(tmp_path / "out")
     settings = found["policies"][1]["settings"]
-    assert (settings["init_tokens"], settings["local_tokens"]) == (128, 512)
+    assert (settings["init"], settings["local"]) == (128, 512)
     assert "init 128, local 512, K 4, λ 0.9" in done.stdout
     assert found["niah"][1]["settings"] == settings
     ask = ("perplexity", "-m", model, "-f", document, "-c", 900, "--json", *flags, "--init", 128, "--local", 512)

@@ -17,7 +17,7 @@ pytest.importorskip("phsa.hf")
 
 F32 = ("--weights", "f32", "--kv-type", "f32")
 # Not complete: what is left out must become the same everywhere.
-SETTINGS = {"attention": "phsa", "top_k": 1, "lambda": 0.6, "init_tokens": 16, "layers": {"1": {"top_k": 2}}}
+SETTINGS = {"attention": "phsa", "top_k": 1, "lambda": 0.6, "init": 16, "layers": {"1": {"top_k": 2}}}
 TEXT = (ROOT / "bench/data/lighthouse.txt").read_text()
 TOKENS = 480
 

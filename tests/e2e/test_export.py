@@ -57,7 +57,7 @@ def test_a_file_and_a_folder_made_of_it_are_the_same_model(phsa, name, tmp_path)
 def test_a_folder_is_written_where_gguf_may_have_no_words(phsa, name, tmp_path):
     model = make_model(name, tmp_path / "model")
     write_tokenizer(tmp_path / "model")
-    settings = {"attention": "phsa", "top_k": 2, "init_tokens": 16, "local_tokens": 32}
+    settings = {"attention": "phsa", "top_k": 2, "init": 16, "local": 32}
     (tmp_path / "settings.json").write_text(json.dumps(settings))
     out = tmp_path / "out"
     run(phsa, "export", "-m", tmp_path / "model", "--out", out, "--phsa-config", tmp_path / "settings.json")

@@ -75,7 +75,7 @@ def test_auto_shows_phsa_where_the_model_carries_no_settings(tiny, document):
 
 
 def test_auto_shows_the_settings_that_the_model_carries(document, tmp_path):
-    carried = {"attention": "quest", "init_tokens": 16, "local_tokens": 32, "top_k": 3, "dense_below": 64}
+    carried = {"attention": "quest", "init": 16, "local": 32, "top_k": 3, "dense_below": 64}
     model = write_gguf(tmp_path / "carries.gguf", phsa_settings=carried)
     done = run_phsa("inspect", "-m", model, "-f", document, "--json", "--last", 150)
     found = json.loads(done.stdout)

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 import families  # noqa: E402
 from families import CASES, VOCAB, has_full_layers, make_gguf, make_model, proves  # noqa: E402
 
-PHSA = {"attention": "phsa", "init_tokens": 16, "local_tokens": 32, "top_k": 2, "punctuation": "none"}
+PHSA = {"attention": "phsa", "init": 16, "local": 32, "top_k": 2, "punctuation": "none"}
 
 
 def our_logits(folder, ids, *args, **kwargs):

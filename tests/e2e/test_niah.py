@@ -98,7 +98,7 @@ def test_attentions_that_are_the_same_run_once_and_it_is_said(niah, tmp_path):
 
 
 def test_attentions_that_differ_in_one_setting_are_told_apart(niah, tmp_path):
-    settings = {"attention": "phsa", "init_tokens": 16, "local_tokens": 128, "top_k": 2}
+    settings = {"attention": "phsa", "init": 16, "local": 128, "top_k": 2}
     files = []
     for name, more in (("a", {}), ("b", {"dense_below": 256})):
         config, out = tmp_path / f"{name}.json", tmp_path / f"{name}.jsonl"

@@ -251,7 +251,7 @@ def test_the_switch_says_how_each_request_is_read(page, document):
 
 
 def test_what_the_user_left_alone_is_left_to_the_model(chromium, tmp_path):
-    settings = {"attention": "phsa", "top_k": 3, "lambda": 0.5, "init_tokens": 16, "local_tokens": 32}
+    settings = {"attention": "phsa", "top_k": 3, "lambda": 0.5, "init": 16, "local": 32}
     with Server(write_gguf(tmp_path / "carrying.gguf", context=CONTEXT, phsa_settings=settings), "-n", 6) as server:
         page = Page(chromium, server).loaded()
         page.ask("Who?")

@@ -8,7 +8,7 @@ from conftest import BIN, ROOT, run_phsa
 from test_cli import refused, write_gguf
 
 TEXT = ROOT / "bench/data/from_sand_hill_to_pine.txt"
-SETTINGS = {"attention": "phsa", "init_tokens": 16, "local_tokens": 128, "top_k": 4}
+SETTINGS = {"attention": "phsa", "init": 16, "local": 128, "top_k": 4}
 # The tiny model's tokens are bytes.
 LONG = TEXT.read_text()[:3000]
 

@@ -41,7 +41,7 @@ def test_every_command_takes_the_settings_that_were_found(tiny, tmp_path):
     assert found["best"]["read"] <= 0.2 and found["dense"]["read"] == 1
     assert settings.pop("tested_tokens") == 1024
     assert settings == found["best"]["settings"] and settings["attention"] == "phsa"
-    read = settings["init_tokens"] + settings["local_tokens"] + 16 * (settings["top_k"] + 1)
+    read = settings["init"] + settings["local"] + 16 * (settings["top_k"] + 1)
     assert read / 1024 == pytest.approx(found["best"]["read"])
     assert {trial["stage"] for trial in found["trials"]} >= {"parts", "band", "final", "fewer"}
     assert {trial["settings"]["parts"] for trial in found["trials"]} == {1, 4}
@@ -174,7 +174,7 @@ def test_the_papers_settings_have_names(tiny, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("abc " * 400)
     config = tmp_path / "settings.json"
-    config.write_text(json.dumps({"attention": "phsa", "init_tokens": 32, "local_tokens": 64, "top_k": 3, "parts": 4}))
+    config.write_text(json.dumps({"attention": "phsa", "init": 32, "local": 64, "top_k": 3, "parts": 4}))
     ask = ("perplexity", "-m", tiny, "-f", text, "-c", 512, "--json", "--phsa-config", config)
 
     def budget(*flags):

@@ -37,17 +37,8 @@ std::string Method(const Settings& settings) {
 
 // The settings that `keys` name, in words: "init 16, dense below 1024".
 std::string Details(const Json& settings, const std::set<std::string>& keys) {
-  static const std::map<std::string, const char*> kWords = {{"block_size", "block"},
-                                                            {"init_tokens", "init"},
-                                                            {"local_tokens", "local"},
-                                                            {"top_k", "K"},
-                                                            {"lambda", "λ"},
-                                                            {"parts", "parts"},
-                                                            {"survivors", "survivors"},
-                                                            {"group_reduce", "group"},
-                                                            {"dense_below", "dense below"},
-                                                            {"punctuation", "punctuation"},
-                                                            {"layers", "layers"}};
+  static const std::map<std::string, const char*> kWords = {
+      {"top_k", "K"}, {"lambda", "λ"}, {"group_reduce", "group"}, {"dense_below", "dense below"}};
   std::string words;
   for (const std::string& key : keys) {
     if (!words.empty()) words += ", ";
