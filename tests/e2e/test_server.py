@@ -425,7 +425,8 @@ def test_the_openai_package_works(server):
     assert answer.model_extra["phsa"]["attention"] == "phsa"
     pieces = client.chat.completions.create(**ask, stream=True, extra_body={"phsa": SMALL})
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == answer.choices[0].message.content
-    completion = client.completions.create(model="tiny", prompt="Hello", max_tokens=5, logprobs=1, echo=True)
+    ask = {"model": "tiny", "prompt": "Hello", "max_tokens": 5, "temperature": 0}
+    completion = client.completions.create(**ask, logprobs=1, echo=True)
     assert len(completion.choices[0].logprobs.tokens) == 10
     with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(model="tiny", prompt="x" * (CONTEXT + 1))
