@@ -8,6 +8,7 @@
 #include <limits>
 #include <map>
 
+#include "base/dtype.h"
 #include "base/memory.h"
 #include "engine/attention_choice.h"
 #include "engine/memory_plan.h"
@@ -261,6 +262,29 @@ TEST(ServingPlan, OneGpuTakesWhatTheEnginesOwnPlanSays) {
   EXPECT_EQ(dense.read_key_values, 1024 * token);
   EXPECT_EQ(dense.read_representatives + dense.representatives, 0u);
   EXPECT_EQ(dense.key_values, plan.key_values);
+}
+
+TEST(ServingPlan, ACacheOfEveryTypeIsAsLargeAsWhatTheEngineTakesForIt) {
+  for (const int32_t type : {PHSA_F32, PHSA_BF16, PHSA_INT8}) {
+    EngineOptions options = FakeOptions(1024, 512, SmallSettings(Policy::kPhsa, 2));
+    options.kv_dtype = type;
+    const std::unique_ptr<Engine> engine = LoadedEngine(options);
+    const KvCache& cache = engine->cache();
+    ServingOptions serving;
+    serving.context = 1024;
+    serving.kv_dtype = type;
+    const ServingPlan plan = PlanServing(FakeModel(), options.attention, serving);
+    constexpr uint64_t kFlags = 1024;
+    EXPECT_EQ(plan.key_values + plan.representatives + kFlags,
+              static_cast<uint64_t>(cache.num_pages()) * cache.layout().page_bytes)
+        << DtypeName(type);
+    // Of 2 layers and 2 heads of 64, keys and values: 8-bit ones have a scale of two bytes each.
+    const uint64_t row = type == PHSA_INT8 ? 64 + 2 : 64 * DtypeSize(type);
+    EXPECT_EQ(plan.key_values, 1024 * 2 * 2 * 2 * row) << DtypeName(type);
+    const Settings& settings = options.attention.base;
+    const int64_t tokens = settings.init_tokens + settings.local_tokens + 16 + 2 * 16;
+    EXPECT_EQ(plan.read_key_values, static_cast<uint64_t>(tokens) * 2 * 2 * 2 * row) << DtypeName(type);
+  }
 }
 
 TEST(ServingPlan, HeadsAndLayersAreSharedOut) {

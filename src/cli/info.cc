@@ -173,9 +173,10 @@ std::vector<std::string> SettingsLines(const std::string& json) {
 struct Memory {
   std::vector<std::pair<WeightsMode, WeightsPlan>> cpu;
   std::vector<std::pair<WeightsMode, uint64_t>> gpu;
-  std::string no_gpu;                                     // why no GPU can run it; empty: one can
-  uint64_t cache = 0, cache_f32 = 0;                      // of 1,000 tokens; with 16 and 32 bits
-  uint64_t representatives = 0, representatives_f32 = 0;  // what --attention phsa adds
+  std::string no_gpu;  // why no GPU can run it; empty: one can
+  // Of 1,000 tokens, by the type of keys and values; what --attention phsa adds is of 16 bits beside 8-bit ones.
+  uint64_t cache = 0, cache_f32 = 0, cache_int8 = 0;
+  uint64_t representatives = 0, representatives_f32 = 0;
 };
 
 Memory MemoryOf(const ModelSource& source) {
@@ -197,11 +198,12 @@ Memory MemoryOf(const ModelSource& source) {
   }
   const LayerSettings phsa = ResolveAttention({.policy = "phsa"}, config, config.context);
   const auto of_thousand = [](size_t page_bytes) { return uint64_t{page_bytes} * 1000 / kPageTokens; };
-  const PageLayout half(config, phsa, PHSA_BF16), whole(config, phsa, PHSA_F32);
+  const PageLayout half(config, phsa, PHSA_BF16), whole(config, phsa, PHSA_F32), codes(config, phsa, PHSA_INT8);
   out.representatives = of_thousand(half.representative_bytes);
   out.representatives_f32 = of_thousand(whole.representative_bytes);
   out.cache = of_thousand(half.page_bytes) - out.representatives;
   out.cache_f32 = of_thousand(whole.page_bytes) - out.representatives_f32;
+  out.cache_int8 = of_thousand(codes.page_bytes) - of_thousand(codes.representative_bytes);
   return out;
 }
 
@@ -226,8 +228,9 @@ void MemoryLines(const ModelSource& source, const Line& line) {
     line("", fmt::format("on a GPU, --weights {:<4} {:>8}", Name(mode), BytesInWords(bytes)));
   }
   if (!memory.no_gpu.empty()) line("", fmt::format("on no GPU: {}", memory.no_gpu));
-  line("", fmt::format("cache of 1,000 tokens {} (16 bits; f32 {}), and {} (f32 {}) with --attention phsa",
-                       BytesInWords(memory.cache), BytesInWords(memory.cache_f32), BytesInWords(memory.representatives),
+  line("", fmt::format("cache of 1,000 tokens {} (16 bits; f32 {}; int8, on the CPU, {})", BytesInWords(memory.cache),
+                       BytesInWords(memory.cache_f32), BytesInWords(memory.cache_int8)));
+  line("", fmt::format("and {} (f32 {}) with --attention phsa", BytesInWords(memory.representatives),
                        BytesInWords(memory.representatives_f32)));
 }
 
@@ -245,8 +248,9 @@ Json MemoryJson(const ModelSource& source) {
   out["gpu_weights"] = Json::object();
   for (const auto& [mode, bytes] : memory.gpu) out["gpu_weights"][Name(mode)] = {{"bytes", bytes}};
   out["no_gpu"] = memory.no_gpu.empty() ? Json(nullptr) : Json(memory.no_gpu);
-  out["cache_of_1000_tokens"] = {{"bf16", memory.cache}, {"f32", memory.cache_f32}};
-  out["representatives_of_1000_tokens"] = {{"bf16", memory.representatives}, {"f32", memory.representatives_f32}};
+  out["cache_of_1000_tokens"] = {{"bf16", memory.cache}, {"f32", memory.cache_f32}, {"int8", memory.cache_int8}};
+  out["representatives_of_1000_tokens"] = {
+      {"bf16", memory.representatives}, {"f32", memory.representatives_f32}, {"int8", memory.representatives}};
   return out;
 }
 

@@ -108,9 +108,11 @@ void AddPlanCommand(CLI::App& app) {
   command->add_option("--memory", flags->memory, "GB of a GPU");
   command->add_option("--utilization", flags->utilization, "share of it that may be used");
   command->add_option("--reserved", flags->reserved, "GB of that for activations and graphs");
-  const auto types = CLI::IsMember({"bf16", "f16", "f32"});
-  command->add_option("--weights", flags->weights, "type of the weights: bf16, f16, f32")->check(types);
-  command->add_option("--kv-type", flags->kv_type, "type of keys and values: bf16, f16, f32")->check(types);
+  command->add_option("--weights", flags->weights, "type of the weights: bf16, f16, f32")
+      ->check(CLI::IsMember({"bf16", "f16", "f32"}));
+  command
+      ->add_option("--kv-type", flags->kv_type, "type of keys and values: bf16, f16, f32, int8 (our engine on the CPU)")
+      ->check(CLI::IsMember({"bf16", "f16", "f32", "int8"}));
   command->add_flag("--json", flags->json, "one JSON object, in bytes");
   AddAttentionFlags(*command, flags->attention);
   command->callback([flags] { RunPlan(*flags); });

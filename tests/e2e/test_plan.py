@@ -35,6 +35,23 @@ def test_a_cache_has_two_rows_a_token_layer_and_head_and_parts_a_block(tiny):
     assert plan("-m", tiny)["context"] == 2048
 
 
+@pytest.mark.parametrize("kv_type", ["bf16", "f32", "int8"])
+def test_info_says_the_same_of_a_cache_as_the_plan(tiny, kv_type):
+    """A C++ test, ServingPlan.ACacheOfEveryType…, holds the plan to what the engine takes."""
+    memory = json.loads(run_phsa("info", tiny, "--json").stdout)["memory"]
+    out = plan("-m", tiny, "-c", 128_000, "--kv-type", kv_type)
+    flags = 128_000
+    assert memory["cache_of_1000_tokens"][kv_type] * 128 == out["dense"]["key_values"] + flags
+    assert memory["representatives_of_1000_tokens"][kv_type] * 128 == out["sparse"]["representatives"]
+
+
+def test_an_8_bit_cache_has_a_byte_a_channel_and_two_a_row(tiny):
+    info = json.loads(run_phsa("info", tiny, "--json").stdout)
+    rows = 2 * info["kv_heads"] * info["layers"]
+    assert info["memory"]["cache_of_1000_tokens"]["int8"] == 1000 * (rows * (info["head_dim"] + 2) + 1)
+    assert "int8, on the CPU" in run_phsa("info", tiny).stdout
+
+
 def test_vllm_had_room_for_as_many_tokens_as_the_plan_says(smollm2):
     """What vLLM 0.32 said on a CPU, with 512 MiB for its cache of f32 in pages of 128 tokens (bench/vllm_check.py)."""
     said = (ROOT / "bench/results/vllm-0.32.0-smollm2-135m-float32-cpu.txt").read_text().split("four layers")[0]

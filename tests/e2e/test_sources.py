@@ -61,6 +61,18 @@ def test_a_chat_names_the_passage_and_the_words_that_used_it(server):
     assert last == sources[:2]
 
 
+def test_a_cache_of_8_bits_names_the_same_passage(server, smollm2):
+    body = {"max_tokens": 32, "temperature": 0, "phsa": {"sources": True}}
+    text = f"{DOCUMENT}\n\n{QUESTION}"
+    whole = holds_the_answer(server.chat(text, **body)["phsa"]["sources"])
+    with Server(smollm2, "-c", 2048, "--kv-type", "int8") as codes:
+        answer = codes.chat(text, **body)
+    content = answer["choices"][0]["message"]["content"]
+    source = holds_the_answer(checked(answer["phsa"], content, {"messages[0].content": text}))
+    assert source["text"] == whole["text"]
+    assert abs(source["weight"] - whole["weight"]) < 0.2
+
+
 def test_each_api_names_its_fields(server):
     body = {"max_tokens": 32, "temperature": 0, "phsa": {"sources": True}}
     system = [{"role": "system", "content": DOCUMENT}, {"role": "user", "content": QUESTION}]
