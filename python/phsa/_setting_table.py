@@ -1,4 +1,4 @@
-"""The attention's settings. Written by `phsa settings --python` from src/attention/setting_list.h."""
+"""The attention's settings. Written by `phsa settings --as-python` from src/attention/setting_list.h."""
 
 from __future__ import annotations
 

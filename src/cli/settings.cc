@@ -64,7 +64,7 @@ std::string PythonOf(const TextSetting& row) { return PythonRow(row, "text", "")
 std::string Python() {
   std::string rows;
   ForEachSetting([&](const auto& row) { rows += PythonOf(row); });
-  return "\"\"\"The attention's settings. Written by `phsa settings --python` from "
+  return "\"\"\"The attention's settings. Written by `phsa settings --as-python` from "
          "src/attention/setting_list.h.\"\"\"\n\n"
          "from __future__ import annotations\n\n"
          "from typing import NamedTuple\n\n\n"
@@ -86,7 +86,7 @@ void AddSettingsCommand(CLI::App& app) {
   CLI::App* const command =
       app.add_subcommand("settings", "the attention's settings, as the table in docs/settings.md")->group("");
   auto python = std::make_shared<bool>(false);
-  command->add_flag("--python", *python, "as python/phsa/_setting_table.py");
+  command->add_flag("--as-python", *python, "as python/phsa/_setting_table.py");
   command->callback([python] { WriteOut(*python ? Python() : Markdown()); });
 }
 

@@ -49,7 +49,12 @@ def test_help_says_the_defaults():
     text = " ".join(run_phsa("run", "--help").stdout.split())
     for part in ("--ctx-size INT=0", "--device TEXT=auto", "--predict INT", "=512", "=auto", "(the model's, else 0.8)"):
         assert part in text, part
-    for part in ("0 to 1 (0.9)", "always read (128; 16 up to 4k of context)", "tokens of a block (16)"):
+    wanted = (
+        "0 to 1 (0.9)",
+        "always read; multiples of the block (128; 16 up to 4k of context)",
+        "tokens of a block; 16, 32, 64 (16)",
+    )
+    for part in wanted:
         assert part in text, part
     assert "[]" not in text and "TEXT=512" in " ".join(run_phsa("bench", "--help").stdout.split())
 

@@ -24,7 +24,7 @@ def test_the_document_has_the_programs_table():
 
 
 def test_python_has_the_programs_table():
-    done = run_phsa("settings", "--python")
+    done = run_phsa("settings", "--as-python")
     assert done.stdout == (ROOT / "python/phsa/_setting_table.py").read_text()
 
 
@@ -38,7 +38,9 @@ def test_python_takes_every_setting():
 
 def test_every_setting_is_a_flag_with_help():
     text = run_phsa("help", "run").stdout
-    for name, flag, meaning in re.findall(r"^\| `(\w+)` \| `([\w-]+)` \|(?:[^|]*\|){2} ([^|]*) \|", table(), re.MULTILINE):
+    for name, flag, meaning in re.findall(
+        r"^\| `(\w+)` \| `([\w-]+)` \|(?:[^|]*\|){2} ([^|]*) \|", table(), re.MULTILINE
+    ):
         assert re.search(rf"^ +{flag}[ ,]", text, re.MULTILINE), name
         words = " ".join(text.split())
         assert name in ("attention", "lambda") or meaning.split(";")[0] in words, name
