@@ -221,7 +221,9 @@ def cache_check(model, ids, weights, kv_type, threads, tmp_path, settings=SETTIN
 
 
 @pytest.mark.parametrize("tokens", [304, pytest.param(400, marks=pytest.mark.long)])
-@pytest.mark.parametrize("weights, kv_type", [("f32", "f32"), ("auto", "bf16"), ("auto", "int8")])
+@pytest.mark.parametrize(
+    "weights, kv_type", [pytest.param("f32", "f32", marks=pytest.mark.long), ("auto", "bf16"), ("auto", "int8")]
+)
 def test_however_the_text_comes_the_choices_are_the_same(smollm2, weights, kv_type, tokens, tmp_path):
     out = run_phsa("tokenize", smollm2, "-f", TEXT, "--ids", "--no-special").stdout
     ids = [int(i) for i in out.split()][:tokens]
