@@ -2,6 +2,7 @@
 # Builds the CUDA kernels into one shared library and runs all their tests on this machine's GPU.
 #   scripts/test-cuda.sh            build, then test
 #   scripts/test-cuda.sh --build    build only
+#   scripts/test-cuda.sh --sanitize build, then some tests of each kernel under compute-sanitizer (memcheck, racecheck)
 #   scripts/test-cuda.sh --bench    build, test, then time forward, decode and backward against dense attention
 # The last line counts all tests: "CUDA tests: N passed, M failed, K skipped".
 # PHSA_CAPTURES names a folder of what the CPU engine's attention read and chose (scripts/capture-attention.sh).
@@ -61,6 +62,26 @@ fi
 export PHSA_CUDA_KERNELS="$build/libphsa_cuda_kernels.so" PHSA_CUDA_LIBRARY="$build/libphsa_cuda_kernels.so"
 PHSA_TEST_COUNTS=$(mktemp)
 export PHSA_TEST_COUNTS
+if [ "${1:-}" = --sanitize ]; then
+  # Both paths (a test runs for each architecture of the machine), each head size once, a page table, several parts.
+  status=0
+  sanitized() {  # tool, test, patterns
+    tool=$1 test=$2
+    shift 2
+    echo "compute-sanitizer --tool $tool $test"
+    compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" "tests/cuda/$test" "$@" || status=1
+  }
+  for tool in memcheck racecheck; do
+    sanitized $tool test_forward.py 'bfloat16 parts_8_pages' 'bfloat16 parts_8_group_1' 'float16 group_7_parts_2' \
+      'bfloat16 dim_80_parts_4' 'bfloat16 dim_96_parts_8' 'bfloat16 dim_256_paper' 'bfloat16 window_of_17' \
+      'bfloat16 dense_sinks'
+    sanitized $tool test_decode_backward.py 'repeats_its_bits parts_4 ' 'repeats_its_bits parts_8_contiguous' \
+      'repeats_its_bits dim_256_parts_2' 'repeats_its_bits window_of_17' 'autograd_and_repeats_its_bits packed' \
+      'autograd_and_repeats_its_bits each_head_64' 'plain_backward_matches_autograd packed'
+  done
+  exit $status
+fi
+
 failed=
 for test in tests/cuda/test_*.py; do
   echo "$test"

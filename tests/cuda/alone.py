@@ -54,16 +54,19 @@ def over(**values):
 
 def run_tests(namespace, patterns):
     """Runs every test_* of `namespace` whose name and arguments hold one of the patterns; without any, all. Every
-    failure is shown, the rest still runs. Returns the exit code."""
+    failure is shown, the rest still runs. A pattern that no test holds is an error. Returns the exit code."""
     failed = skipped = count = 0
+    unheld = set(patterns)
     for name, test in list(namespace.items()):
         if not name.startswith("test_"):
             continue
         values = getattr(test, "over", {})
         for chosen in itertools.product(*values.values()):
             label = " ".join([name, *map(str, chosen)])
-            if not any(part in label for part in patterns or [""]):
+            held = [part for part in patterns if part in label]
+            if patterns and not held:
                 continue
+            unheld.difference_update(held)
             count += 1
             print(label, flush=True)
             try:
@@ -79,6 +82,10 @@ def run_tests(namespace, patterns):
                     print("the rest is not run")
                     _count(count - failed - skipped, failed, skipped)
                     return 1
+    for part in sorted(unheld):
+        failed += 1
+        count += 1
+        print(f"FAILED no test's name and arguments hold {part!r}")
     print(f"{count - failed - skipped} passed, {failed} failed, {skipped} skipped")
     _count(count - failed - skipped, failed, skipped)
     return 1 if failed else 0
