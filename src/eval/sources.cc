@@ -113,7 +113,11 @@ class MassMeter {
     } call{*this, attention, others};
     const auto run = [](void* arg, int32_t head, int32_t) {
       const Call& own = *static_cast<const Call*>(arg);
-      own.meter.WatchHead(own.attention, head, own.others);
+      if (own.others) {
+        own.meter.WatchOthers(own.attention, head);
+      } else {
+        own.meter.WatchAnswer(own.attention, head);
+      }
     };
     if (executor.run != nullptr) {
       executor.run(executor.context, config_.num_q_heads, run, &call);
@@ -191,21 +195,80 @@ class MassMeter {
     }
   }
 
-  void WatchHead(const LayerAttention& attention, int32_t head, bool others) {
-    const ForwardParams& params = attention.params;
-    const int32_t dim = config_.head_dim, group = config_.num_q_heads / config_.num_kv_heads;
+  // The queries of the rows, by one head, times the attention's scale: [row][head_dim].
+  std::vector<float> ScaledQueries(const ForwardParams& params, int32_t head) const {
+    const int32_t dim = config_.head_dim;
     const float scale = config_.attention_scale > 0 ? config_.attention_scale : 1 / std::sqrt(static_cast<float>(dim));
-    const size_t index =
-        static_cast<size_t>(attention.layer) * static_cast<size_t>(config_.num_q_heads) + static_cast<size_t>(head);
-    const auto tokens = std::min(static_cast<int32_t>(sentence_of_.size()), attention.kv_lens[0]);
-
-    std::vector<float> queries(rows_.size() * static_cast<size_t>(dim)), keys(static_cast<size_t>(dim) * kTile);
+    std::vector<float> queries(rows_.size() * static_cast<size_t>(dim));
     for (size_t i = 0; i < rows_.size(); ++i) {
       float* const query = queries.data() + i * static_cast<size_t>(dim);
       AsFloats(params.q, AttentionType(kv_type_), rows_[i].row * params.q_token_stride + head * params.q_head_stride,
                dim, query, 1);
       for (int32_t d = 0; d < dim; ++d) query[d] *= scale;
     }
+    return queries;
+  }
+
+  // Calls visit(token, mass_of) for each token of a sentence, where mass_of(i) is what the i-th row gives to it by this
+  // head; 0 where it does not read it, and where it is next to nothing.
+  template <class Visit>
+  void VisitTokens(const LayerAttention& attention, int32_t head, const Visit& visit) const {
+    const ForwardParams& params = attention.params;
+    const auto dim = static_cast<size_t>(config_.head_dim);
+    const int32_t group = config_.num_q_heads / config_.num_kv_heads;
+    const auto tokens = std::min(static_cast<int32_t>(sentence_of_.size()), attention.kv_lens[0]);
+    const std::vector<float> queries = ScaledQueries(params, head);
+    std::vector<float> keys(dim * kTile);
+    std::vector<std::array<float, kTile>> logits(rows_.size());
+    for (int32_t first = 0; first < tokens; first += kTile) {
+      const int32_t count = std::min(kTile, tokens - first);
+      if (std::all_of(sentence_of_.begin() + first, sentence_of_.begin() + first + count,
+                      [](int32_t s) { return s < 0; })) {
+        continue;
+      }
+      const int64_t page = params.kv.page_table[first / kPageTokens];
+      for (int32_t t = 0; t < count; ++t) {
+        LoadKey(params, page, t, head / group, keys.data() + t);
+      }
+      for (size_t i = 0; i < rows_.size(); ++i) {
+        logits[i].fill(0);
+        AddProducts(queries.data() + i * dim, keys.data(), logits[i].data());
+      }
+      for (int32_t t = 0; t < count; ++t) {
+        const int32_t token = first + t;
+        if (sentence_of_[static_cast<size_t>(token)] < 0) continue;
+        visit(token, [&](size_t i) {
+          const Row& row = rows_[i];
+          if (token > row.position) return 0.0f;
+          const float log =
+              logits[i][static_cast<size_t>(t)] - params.lse[int64_t{row.row} * config_.num_q_heads + head];
+          if (!(log > kLeastLog) || !Reads(i, head, token)) return 0.0f;
+          return std::min(1.0f, std::exp(log));
+        });
+      }
+    }
+  }
+
+  size_t IndexOf(const LayerAttention& attention, int32_t head) const {
+    return static_cast<size_t>(attention.layer) * static_cast<size_t>(config_.num_q_heads) + static_cast<size_t>(head);
+  }
+
+  // What the queries before the texts' end give to each token.
+  void WatchOthers(const LayerAttention& attention, int32_t head) {
+    std::vector<std::pair<int32_t, float>> found;
+    VisitTokens(attention, head, [&](int32_t token, const auto& mass_of) {
+      float sum = 0;
+      for (size_t i = 0; i < rows_.size(); ++i) {
+        if (rows_[i].position - token >= kNear) sum += mass_of(i);
+      }
+      if (sum > 0) found.emplace_back(token, sum);
+    });
+    AddOthers(found, others_[IndexOf(attention, head)]);
+  }
+
+  // What the answer's queries give to each sentence, beyond what the others give to its tokens.
+  void WatchAnswer(const LayerAttention& attention, int32_t head) {
+    const size_t index = IndexOf(attention, head);
     std::vector<Use>& uses = uses_[static_cast<size_t>(head)];
     std::vector<float> own(rows_.size());  // of each row, on the sentence that is being read
     int32_t sentence = -1;
@@ -221,56 +284,19 @@ class MassMeter {
       std::fill(own.begin(), own.end(), 0.0f);
       sentence = next;
     };
-    std::array<float, kTile> zero{};
-    std::vector<std::array<float, kTile>> logits(rows_.size());
-    auto other = others_[index].begin();
-    std::vector<std::pair<int32_t, float>> found;  // the others' mass, where they are watched
-    for (int32_t first = 0; first < tokens; first += kTile) {
-      const int32_t count = std::min(kTile, tokens - first);
-      if (std::all_of(sentence_of_.begin() + first, sentence_of_.begin() + first + count,
-                      [](int32_t s) { return s < 0; })) {
-        continue;
+    const std::vector<std::pair<int32_t, float>>& others = others_[index];
+    auto other = others.begin();
+    VisitTokens(attention, head, [&](int32_t token, const auto& mass_of) {
+      const int32_t in = sentence_of_[static_cast<size_t>(token)];
+      if (in != sentence) flush(in);
+      while (other != others.end() && other->first < token) ++other;
+      float baseline = 0;
+      if (other != others.end() && other->first == token) {
+        baseline = other->second / static_cast<float>(std::min(num_others_, end_others_ - kNear - token));
       }
-      const int64_t page = params.kv.page_table[first / kPageTokens];
-      for (int32_t t = 0; t < count; ++t) {
-        LoadKey(params, page, t, head / group, keys.data() + t);
-      }
-      for (size_t i = 0; i < rows_.size(); ++i) {
-        logits[i] = zero;
-        AddProducts(queries.data() + i * static_cast<size_t>(dim), keys.data(), logits[i].data());
-      }
-      for (int32_t t = 0; t < count; ++t) {
-        const int32_t token = first + t;
-        const int32_t in = sentence_of_[static_cast<size_t>(token)];
-        if (in < 0) continue;
-        if (!others && in != sentence) flush(in);
-        float baseline = 0;
-        if (!others) {
-          while (other != others_[index].end() && other->first < token) ++other;
-          if (other != others_[index].end() && other->first == token) {
-            baseline = other->second / static_cast<float>(std::min(num_others_, end_others_ - kNear - token));
-          }
-        }
-        float sum = 0;
-        for (size_t i = 0; i < rows_.size(); ++i) {
-          const Row& row = rows_[i];
-          if (token > row.position) continue;
-          if (others && row.position - token < kNear) continue;
-          const float log =
-              logits[i][static_cast<size_t>(t)] - params.lse[int64_t{row.row} * config_.num_q_heads + head];
-          if (!(log > kLeastLog) || !Reads(i, head, token)) continue;
-          const float mass = std::min(1.0f, std::exp(log));
-          if (others) {
-            sum += mass;
-          } else {
-            own[i] += std::max(0.0f, mass - baseline);
-          }
-        }
-        if (others && sum > 0) found.emplace_back(token, sum);
-      }
-    }
-    if (!others) flush(-1);
-    AddOthers(found, others_[index]);
+      for (size_t i = 0; i < rows_.size(); ++i) own[i] += std::max(0.0f, mass_of(i) - baseline);
+    });
+    flush(-1);
   }
 
   // One key of a page, its elements kTile apart.

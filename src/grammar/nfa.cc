@@ -274,24 +274,13 @@ void Builder::InlineRules() {
   }
 }
 
-std::shared_ptr<const Grammar> Builder::Finish(int32_t root) {
-  RefuseLeftRecursion();
-  InlineRules();
-  const std::vector<bool> useful = ReachEnd(true);
-  if (!useful[static_cast<size_t>(RuleStart(root))]) {
-    ThrowInvalid("{}: no text can ever fulfil it: its rules never come to an end", place_);
-  }
-
-  // What can be reached from the root and comes to an end, numbered anew.
-  std::vector<int32_t> number(states_.size(), -1), order;
-  const auto visit = [&](int32_t state) {
-    if (!useful[static_cast<size_t>(state)] || number[static_cast<size_t>(state)] >= 0) return;
-    number[static_cast<size_t>(state)] = static_cast<int32_t>(order.size());
-    order.push_back(state);
-  };
-  // Over states that only lead on, so that a call at the end of its rule is seen to be one.
+std::vector<bool> Builder::RuleEndStates() const {
   std::vector<bool> is_end(states_.size());
   for (const RuleEnds& rule : rules_) is_end[static_cast<size_t>(rule.end)] = true;
+  return is_end;
+}
+
+void Builder::ShortenCalls(const std::vector<bool>& is_end) {
   for (StateEdges& state : states_) {
     for (CallEdge& call : state.calls) {
       for (int i = 0; i < kFollowed; ++i) {
@@ -302,23 +291,31 @@ std::shared_ptr<const Grammar> Builder::Finish(int32_t root) {
       }
     }
   }
-  const auto can_call = [&](const CallEdge& call) {
-    return useful[static_cast<size_t>(RuleStart(call.rule))] && useful[static_cast<size_t>(call.to)];
+}
+
+Builder::Numbering Builder::NumberUseful(int32_t root, const std::vector<bool>& useful) const {
+  Numbering out;
+  out.number.assign(states_.size(), -1);
+  const auto visit = [&](int32_t state) {
+    if (!useful[static_cast<size_t>(state)] || out.number[static_cast<size_t>(state)] >= 0) return;
+    out.number[static_cast<size_t>(state)] = static_cast<int32_t>(out.order.size());
+    out.order.push_back(state);
   };
   visit(RuleStart(root));
-  for (size_t i = 0; i < order.size(); ++i) {
-    const StateEdges& state = states_[static_cast<size_t>(order[i])];
+  for (size_t i = 0; i < out.order.size(); ++i) {
+    const StateEdges& state = states_[static_cast<size_t>(out.order[i])];
     for (const Edge& edge : state.bytes) visit(edge.to);
     for (const int32_t to : state.empty) visit(to);
     for (const CallEdge& call : state.calls) {
-      if (!can_call(call)) continue;
+      if (!useful[static_cast<size_t>(RuleStart(call.rule))] || !useful[static_cast<size_t>(call.to)]) continue;
       visit(RuleStart(call.rule));
       visit(call.to);
     }
   }
+  return out;
+}
 
-  auto grammar = std::make_shared<Grammar>();
-  // Bytes that no edge tells apart are one class.
+void Builder::MakeClasses(std::span<const int32_t> order, Grammar& grammar) const {
   std::array<bool, 257> begins{};
   begins[0] = true;
   for (const int32_t old : order) {
@@ -330,32 +327,50 @@ std::shared_ptr<const Grammar> Builder::Finish(int32_t root) {
   int32_t classes = -1;
   for (size_t byte = 0; byte < 256; ++byte) {
     if (begins[byte]) ++classes;
-    grammar->classes_[byte] = static_cast<uint8_t>(classes);
+    grammar.classes_[byte] = static_cast<uint8_t>(classes);
   }
-  grammar->num_classes_ = classes + 1;
+  grammar.num_classes_ = classes + 1;
+}
 
-  const auto renumbered = [&](int32_t state) { return number[static_cast<size_t>(state)]; };
+void Builder::CopyStates(const Numbering& useful, const std::vector<bool>& is_end, Grammar& grammar) const {
+  const auto renumbered = [&](int32_t state) { return useful.number[static_cast<size_t>(state)]; };
   const auto begin_state = [&](bool end) {
-    grammar->states_.push_back({static_cast<uint32_t>(grammar->edges_.size()),
-                                static_cast<uint32_t>(grammar->empty_.size()),
-                                static_cast<uint32_t>(grammar->calls_.size()), end});
+    grammar.states_.push_back({static_cast<uint32_t>(grammar.edges_.size()),
+                               static_cast<uint32_t>(grammar.empty_.size()),
+                               static_cast<uint32_t>(grammar.calls_.size()), end});
   };
-  for (const int32_t old : order) {
+  for (const int32_t old : useful.order) {
     const StateEdges& state = states_[static_cast<size_t>(old)];
     begin_state(is_end[static_cast<size_t>(old)]);
     for (const Edge& edge : state.bytes) {
       if (renumbered(edge.to) < 0) continue;
-      grammar->edges_.push_back({grammar->classes_[edge.low], grammar->classes_[edge.high], renumbered(edge.to)});
+      grammar.edges_.push_back({grammar.classes_[edge.low], grammar.classes_[edge.high], renumbered(edge.to)});
     }
     for (const int32_t to : state.empty) {
-      if (renumbered(to) >= 0) grammar->empty_.push_back(renumbered(to));
+      if (renumbered(to) >= 0) grammar.empty_.push_back(renumbered(to));
     }
     for (const CallEdge& call : state.calls) {
-      if (can_call(call)) grammar->calls_.push_back({renumbered(RuleStart(call.rule)), renumbered(call.to)});
+      const int32_t start = renumbered(RuleStart(call.rule)), to = renumbered(call.to);
+      if (start >= 0 && to >= 0) grammar.calls_.push_back({start, to});
     }
   }
   begin_state(false);
-  grammar->start_ = renumbered(RuleStart(root));
+}
+
+std::shared_ptr<const Grammar> Builder::Finish(int32_t root) {
+  RefuseLeftRecursion();
+  InlineRules();
+  const std::vector<bool> useful = ReachEnd(true);
+  if (!useful[static_cast<size_t>(RuleStart(root))]) {
+    ThrowInvalid("{}: no text can ever fulfil it: its rules never come to an end", place_);
+  }
+  const std::vector<bool> is_end = RuleEndStates();
+  ShortenCalls(is_end);
+  const Numbering numbering = NumberUseful(root, useful);
+  auto grammar = std::make_shared<Grammar>();
+  MakeClasses(numbering.order, *grammar);
+  CopyStates(numbering, is_end, *grammar);
+  grammar->start_ = numbering.number[static_cast<size_t>(RuleStart(root))];
   return grammar;
 }
 

@@ -85,6 +85,18 @@ class Builder {
   void RefuseLeftRecursion() const;
   void InlineRules();
   std::vector<int32_t> StatesOf(int32_t rule) const;
+  std::vector<bool> RuleEndStates() const;  // [state]
+  // Calls go on behind states that only lead on, so that a call at the end of its rule is seen to be one.
+  void ShortenCalls(const std::vector<bool>& is_end);
+  // What can be reached from the root and comes to an end, numbered anew.
+  struct Numbering {
+    std::vector<int32_t> number;  // [state]; -1: left out
+    std::vector<int32_t> order;   // the states, by number
+  };
+  Numbering NumberUseful(int32_t root, const std::vector<bool>& useful) const;
+  // Bytes that no edge tells apart are one class.
+  void MakeClasses(std::span<const int32_t> order, Grammar& grammar) const;
+  void CopyStates(const Numbering& useful, const std::vector<bool>& is_end, Grammar& grammar) const;
 
   std::string place_;
   std::vector<StateEdges> states_;

@@ -298,37 +298,86 @@ bool IsLike(const Value& value, std::string_view kind) {
   return value.IsDict();
 }
 
+Value Abs(const Value& value, const Arguments& /*arguments*/, Meter& /*meter*/) {
+  if (value.IsFloat()) return Value::Float(std::fabs(value.float_value()));
+  const int64_t number = value.AsInt();
+  if (number == INT64_MIN) Fail("a number is too large");
+  return Value::Int(std::abs(number));
+}
+
+Value Default(const Value& value, const Arguments& arguments, Meter& /*meter*/) {
+  const bool replaced = value.IsUndefined() || (arguments.Bool(1, "boolean", false) && !value.Truth());
+  if (!replaced) return value;
+  const Value* const otherwise = arguments.Find(0, "default_value");
+  return otherwise != nullptr ? *otherwise : Value::String("", true);
+}
+
+Value First(const Value& value, const Arguments& /*arguments*/, Meter& meter) {
+  const std::vector<Value> items = Items(value, meter);
+  return items.empty() ? Value::Missing("the first item of an empty sequence") : items.front();
+}
+
+Value Last(const Value& value, const Arguments& /*arguments*/, Meter& meter) {
+  const std::vector<Value> items = Items(value, meter);
+  return items.empty() ? Value::Missing("the last item of an empty sequence") : items.back();
+}
+
+Value PairsOf(const Value& value, const Arguments& arguments, Meter& meter) {
+  if (value.IsUndefined()) return MakeList({});
+  if (!value.IsDict()) Fail("Can only get item pairs from a mapping.");
+  return CallMethod(value, "items", arguments, meter);
+}
+
+Value ReplaceFilter(const Value& value, const Arguments& arguments, Meter& meter) {
+  const Text old = Stringified(arguments.Require(0, "old"), meter);
+  return Value::String(Replace(Stringified(value, meter), old.bytes(), Stringified(arguments.Require(1, "new"), meter),
+                               arguments.Int(2, "count", -1), meter));
+}
+
+Value Sort(const Value& value, const Arguments& arguments, Meter& meter) {
+  return MakeList(Sorted(Items(value, meter), arguments.Find(2, "attribute"),
+                         arguments.Bool(1, "case_sensitive", false), arguments.Bool(0, "reverse", false), meter));
+}
+
+Value Sum(const Value& value, const Arguments& arguments, Meter& meter) {
+  const Value* const attribute = arguments.Find(0, "attribute");
+  const Value* const start = arguments.Find(1, "start");
+  Value sum = start != nullptr ? *start : Value::Int(0);
+  for (const Value& item : Items(value, meter)) {
+    const bool deep = attribute != nullptr && !attribute->IsNone();
+    sum = Binary("+", sum, deep ? Deep(item, *attribute, meter) : item, meter);
+  }
+  return sum;
+}
+
+Value Trim(const Value& value, const Arguments& arguments, Meter& meter) {
+  const Text* const characters = arguments.String(0, "chars");
+  const Text text = Stringified(value, meter);
+  if (characters != nullptr) meter.Charge(text.size() * std::min<size_t>(characters->size(), 1 << 16));
+  return Value::String(Strip(text, characters == nullptr ? nullptr : &characters->bytes(), Side::kBoth));
+}
+
+Value WordCount(const Value& value, const Arguments& /*arguments*/, Meter& meter) {
+  const std::vector<Value> words = Split(Stringified(value, meter), nullptr, -1, false, meter);
+  return Value::Int(static_cast<int64_t>(words.size()));
+}
+
 using FilterFunction = Value (*)(const Value&, const Arguments&, Meter&);
 
+// Filters of more than a line are functions of their own.
 const std::map<std::string_view, FilterFunction>& Filters() {
   static const std::map<std::string_view, FilterFunction> kFilters = {
-      {"abs",
-       [](const Value& value, const Arguments&, Meter&) {
-         if (value.IsFloat()) return Value::Float(std::fabs(value.float_value()));
-         const int64_t number = value.AsInt();
-         if (number == INT64_MIN) Fail("a number is too large");
-         return Value::Int(std::abs(number));
-       }},
+      {"abs", Abs},
       {"capitalize",
        [](const Value& value, const Arguments&, Meter& meter) {
          return Value::String(WithCase(Stringified(value, meter), Case::kCapitalised));
        }},
       {"count", [](const Value& value, const Arguments&, Meter&) { return Length(value); }},
-      {"default",
-       [](const Value& value, const Arguments& arguments, Meter&) {
-         const bool replaced = value.IsUndefined() || (arguments.Bool(1, "boolean", false) && !value.Truth());
-         if (!replaced) return value;
-         const Value* const otherwise = arguments.Find(0, "default_value");
-         return otherwise != nullptr ? *otherwise : Value::String("", true);
-       }},
+      {"default", Default},
       {"dictsort", DictSort},
       {"escape",
        [](const Value& value, const Arguments&, Meter& meter) { return Escape(Stringified(value, meter), meter); }},
-      {"first",
-       [](const Value& value, const Arguments&, Meter& meter) {
-         const std::vector<Value> items = Items(value, meter);
-         return items.empty() ? Value::Missing("the first item of an empty sequence") : items.front();
-       }},
+      {"first", First},
       {"float", [](const Value& value, const Arguments& arguments, Meter&) { return ToFloat(value, arguments); }},
       {"format",
        [](const Value& value, const Arguments& arguments, Meter& meter) {
@@ -337,18 +386,9 @@ const std::map<std::string_view, FilterFunction>& Filters() {
       {"indent", [](const Value& value, const Arguments& arguments,
                     Meter& meter) { return Indent(Stringified(value, meter), arguments, meter); }},
       {"int", [](const Value& value, const Arguments& arguments, Meter&) { return ToInt(value, arguments); }},
-      {"items",
-       [](const Value& value, const Arguments& arguments, Meter& meter) {
-         if (value.IsUndefined()) return MakeList({});
-         if (!value.IsDict()) Fail("Can only get item pairs from a mapping.");
-         return CallMethod(value, "items", arguments, meter);
-       }},
+      {"items", PairsOf},
       {"join", Join},
-      {"last",
-       [](const Value& value, const Arguments&, Meter& meter) {
-         const std::vector<Value> items = Items(value, meter);
-         return items.empty() ? Value::Missing("the last item of an empty sequence") : items.back();
-       }},
+      {"last", Last},
       {"length", [](const Value& value, const Arguments&, Meter&) { return Length(value); }},
       {"list", [](const Value& value, const Arguments&, Meter& meter) { return MakeList(Items(value, meter)); }},
       {"lower", [](const Value& value, const Arguments&,
@@ -364,58 +404,27 @@ const std::map<std::string_view, FilterFunction>& Filters() {
                     Meter& meter) { return Select(value, arguments, false, false, meter); }},
       {"rejectattr", [](const Value& value, const Arguments& arguments,
                         Meter& meter) { return Select(value, arguments, true, false, meter); }},
-      {"replace",
-       [](const Value& value, const Arguments& arguments, Meter& meter) {
-         const Text old = Stringified(arguments.Require(0, "old"), meter);
-         return Value::String(Replace(Stringified(value, meter), old.bytes(),
-                                      Stringified(arguments.Require(1, "new"), meter), arguments.Int(2, "count", -1),
-                                      meter));
-       }},
+      {"replace", ReplaceFilter},
       {"reverse", [](const Value& value, const Arguments&, Meter& meter) { return Reverse(value, meter); }},
       {"round", [](const Value& value, const Arguments& arguments, Meter&) { return Round(value, arguments); }},
       {"select", [](const Value& value, const Arguments& arguments,
                     Meter& meter) { return Select(value, arguments, false, true, meter); }},
       {"selectattr", [](const Value& value, const Arguments& arguments,
                         Meter& meter) { return Select(value, arguments, true, true, meter); }},
-      {"sort",
-       [](const Value& value, const Arguments& arguments, Meter& meter) {
-         return MakeList(Sorted(Items(value, meter), arguments.Find(2, "attribute"),
-                                arguments.Bool(1, "case_sensitive", false), arguments.Bool(0, "reverse", false),
-                                meter));
-       }},
+      {"sort", Sort},
       {"string",
        [](const Value& value, const Arguments&, Meter& meter) { return Value::String(Stringified(value, meter)); }},
-      {"sum",
-       [](const Value& value, const Arguments& arguments, Meter& meter) {
-         const Value* const attribute = arguments.Find(0, "attribute");
-         const Value* const start = arguments.Find(1, "start");
-         Value sum = start != nullptr ? *start : Value::Int(0);
-         for (const Value& item : Items(value, meter)) {
-           const bool deep = attribute != nullptr && !attribute->IsNone();
-           sum = Binary("+", sum, deep ? Deep(item, *attribute, meter) : item, meter);
-         }
-         return sum;
-       }},
+      {"sum", Sum},
       {"title", [](const Value& value, const Arguments&,
                    Meter& meter) { return Value::String(JinjaTitle(Stringified(value, meter))); }},
       {"tojson", TojsonFilter},
-      {"trim",
-       [](const Value& value, const Arguments& arguments, Meter& meter) {
-         const Text* const characters = arguments.String(0, "chars");
-         const Text text = Stringified(value, meter);
-         if (characters != nullptr) meter.Charge(text.size() * std::min<size_t>(characters->size(), 1 << 16));
-         return Value::String(Strip(text, characters == nullptr ? nullptr : &characters->bytes(), Side::kBoth));
-       }},
+      {"trim", Trim},
       {"truncate", [](const Value& value, const Arguments& arguments,
                       Meter& meter) { return Truncate(Stringified(value, meter), arguments, meter); }},
       {"unique", Unique},
       {"upper", [](const Value& value, const Arguments&,
                    Meter& meter) { return Value::String(WithCase(Stringified(value, meter), Case::kUpper)); }},
-      {"wordcount",
-       [](const Value& value, const Arguments&, Meter& meter) {
-         const std::vector<Value> words = Split(Stringified(value, meter), nullptr, -1, false, meter);
-         return Value::Int(static_cast<int64_t>(words.size()));
-       }},
+      {"wordcount", WordCount},
   };
   return kFilters;
 }

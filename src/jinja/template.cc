@@ -228,21 +228,8 @@ class Interpreter {
         return found != nullptr ? *found : Value::Missing(Quoted(node.name));
       }
       case Kind::kList:
-      case Kind::kTuple: {
-        meter_.Charge(node.parts.size() * kValueBytes);
-        std::vector<Value> items;
-        for (size_t i = 0; i < node.parts.size(); ++i) items.push_back(part(i));
-        return MakeList(std::move(items), node.kind == Kind::kTuple);
-      }
-      case Kind::kDict: {
-        meter_.Charge(node.parts.size() * 2 * kValueBytes);
-        Value dict = MakeDict();
-        for (size_t i = 0; i + 1 < node.parts.size(); i += 2) {
-          const Value key = part(i);
-          dict.dict().Set(key, part(i + 1));
-        }
-        return dict;
-      }
+      case Kind::kTuple: return EvaluateList(node, scope);
+      case Kind::kDict: return EvaluateDict(node, scope);
       case Kind::kAttribute: {
         const Value value = part(0);
         line_ = node.line;
@@ -253,15 +240,7 @@ class Interpreter {
         line_ = node.line;
         return Item(value, key, meter_);
       }
-      case Kind::kSlice: {
-        const Value value = part(0);
-        std::array<std::optional<Value>, 3> ends;
-        for (size_t i = 0; i < 3; ++i) {
-          if (node.parts[i + 1]) ends[i] = part(i + 1);
-        }
-        const auto end = [&](size_t i) { return ends[i] ? &*ends[i] : nullptr; };
-        return Slice(value, end(0), end(1), end(2), meter_);
-      }
+      case Kind::kSlice: return EvaluateSlice(node, scope);
       case Kind::kCall: {
         const Value callee = part(0);
         const Arguments arguments = ArgumentsOf(node, 1, scope);
@@ -277,15 +256,7 @@ class Interpreter {
       }
       case Kind::kNot: return Value::Bool(!part(0).Truth());
       case Kind::kNegative:
-      case Kind::kPositive: {
-        const Value value = part(0);
-        if (!value.IsUndefined() && !value.IsNumber()) Fail("bad operand type for unary -: '{}'", value.TypeName());
-        if (node.kind == Kind::kPositive) {
-          if (value.IsUndefined()) value.FailUndefined();
-          return value;
-        }
-        return value.IsFloat() ? Value::Float(-value.float_value()) : Binary("-", Value::Int(0), value, meter_);
-      }
+      case Kind::kPositive: return Signed(part(0), node.kind == Kind::kNegative);
       case Kind::kBinary: {
         const Value a = part(0), b = part(1);
         line_ = node.line;
@@ -296,16 +267,7 @@ class Interpreter {
         for (size_t i = 0; i < node.parts.size(); ++i) text.Append(ToText(part(i), meter_));
         return Value::String(std::move(text));
       }
-      case Kind::kCompare: {
-        Value left = part(0);
-        for (size_t i = 0; i < node.operators.size(); ++i) {
-          Value right = part(i + 1);
-          line_ = node.line;
-          if (!Compare(node.operators[i], left, right, meter_)) return Value::Bool(false);
-          left = std::move(right);
-        }
-        return Value::Bool(true);
-      }
+      case Kind::kCompare: return EvaluateCompare(node, scope);
       case Kind::kAnd: {
         Value left = part(0);
         return left.Truth() ? part(1) : left;
@@ -319,6 +281,54 @@ class Interpreter {
         return node.parts[2] ? part(2) : Value::Missing("an inline if without else");
     }
     return {};
+  }
+
+  Value EvaluateList(const Expression& node, Scope* scope) {
+    meter_.Charge(node.parts.size() * kValueBytes);
+    std::vector<Value> items;
+    for (const auto& part : node.parts) items.push_back(Evaluate(*part, scope));
+    return MakeList(std::move(items), node.kind == Kind::kTuple);
+  }
+
+  Value EvaluateDict(const Expression& node, Scope* scope) {
+    meter_.Charge(node.parts.size() * 2 * kValueBytes);
+    Value dict = MakeDict();
+    for (size_t i = 0; i + 1 < node.parts.size(); i += 2) {
+      const Value key = Evaluate(*node.parts[i], scope);
+      dict.dict().Set(key, Evaluate(*node.parts[i + 1], scope));
+    }
+    return dict;
+  }
+
+  Value EvaluateSlice(const Expression& node, Scope* scope) {
+    const Value value = Evaluate(*node.parts[0], scope);
+    std::array<std::optional<Value>, 3> ends;
+    for (size_t i = 0; i < 3; ++i) {
+      if (node.parts[i + 1]) ends[i] = Evaluate(*node.parts[i + 1], scope);
+    }
+    const auto end = [&](size_t i) { return ends[i] ? &*ends[i] : nullptr; };
+    return Slice(value, end(0), end(1), end(2), meter_);
+  }
+
+  // a < b < c: each part is evaluated once, and none behind the first comparison that does not hold.
+  Value EvaluateCompare(const Expression& node, Scope* scope) {
+    Value left = Evaluate(*node.parts[0], scope);
+    for (size_t i = 0; i < node.operators.size(); ++i) {
+      Value right = Evaluate(*node.parts[i + 1], scope);
+      line_ = node.line;
+      if (!Compare(node.operators[i], left, right, meter_)) return Value::Bool(false);
+      left = std::move(right);
+    }
+    return Value::Bool(true);
+  }
+
+  Value Signed(const Value& value, bool negative) {
+    if (!value.IsUndefined() && !value.IsNumber()) Fail("bad operand type for unary -: '{}'", value.TypeName());
+    if (!negative) {
+      if (value.IsUndefined()) value.FailUndefined();
+      return value;
+    }
+    return value.IsFloat() ? Value::Float(-value.float_value()) : Binary("-", Value::Int(0), value, meter_);
   }
 
   Arguments ArgumentsOf(const Expression& node, size_t from, Scope* scope) {

@@ -402,31 +402,127 @@ void PackHeads(const Call& call, int32_t seq, int32_t head_begin, int32_t heads)
   });
 }
 
-void FinishPiece(const Call& call, SplitUnit& unit, const TileScratch& scratch, bool attend) {
-  if (unit.left.fetch_sub(1, std::memory_order_acq_rel) != 1 || !attend) return;
+// What a call computes.
+struct Stages {
+  bool represent, select, attend;
+};
+
+// Runs the tiles of a call, each in the scratch of the worker that has it.
+class TileRuns {
+ public:
+  // tiles: the scratch of all workers.
+  TileRuns(const Call& call, const Stages& stages, std::byte* tiles) : call_(call), stages_(stages), tiles_(tiles) {
+    Carver counter(nullptr);
+    TileScratch(call.plan, call.shape, counter);
+    tile_size_ = counter.size();
+  }
+
+  TileScratch ScratchOf(int32_t worker) const {
+    Carver own(tiles_ + static_cast<size_t>(worker) * tile_size_);
+    return TileScratch(call_.plan, call_.shape, own);
+  }
+
+  void ResetLists() const {
+    const Executor& executor = call_.params.executor;
+    const int32_t workers = executor.run == nullptr ? 1 : executor.num_threads;
+    for (int32_t w = 0; w < workers; ++w) {
+      const TileScratch scratch = ScratchOf(w);
+      BlockLists::Reset(scratch.block_head, scratch.block_bits, call_.shape.blocks);
+    }
+  }
+
+  // Sequences with many queries pack each head's keys and values once, a few heads at a time.
+  void RunPacked() const {
+    const PlanImpl& plan = call_.plan;
+    const SharedScratch& shared = call_.shared;
+    for (int32_t s = 0; s < static_cast<int32_t>(plan.seqs.size()); ++s) {
+      const PlanSequence& seq = plan.seqs[s];
+      if (!Packs(seq)) continue;
+      const int32_t num_tiles = NumTiles(seq, call_.shape), at_once = HeadsAtOnce(plan, call_.shape, seq);
+      for (int32_t head = 0; head < plan.num_kv_heads; head += at_once) {
+        const int32_t heads = std::min(at_once, plan.num_kv_heads - head);
+        PackHeads(call_, s, head, heads);
+        ParallelFor(call_.params.executor, int64_t{num_tiles} * heads, [&](int32_t task, int32_t worker) {
+          const int32_t slot = task / num_tiles;
+          const PackedHead packed{shared.packed_keys + slot * shared.packed_head_size,
+                                  shared.packed_values + slot * shared.packed_head_size};
+          RunTile(TileOf(plan, call_.shape, s, head + slot, task % num_tiles), worker, packed);
+        });
+      }
+    }
+  }
+
+  // All others run together and pack what each tile needs; those with few queries in pieces, which RunSplit does.
+  void RunOthers() const {
+    const PlanImpl& plan = call_.plan;
+    int64_t all = 0;
+    for (const PlanSequence& seq : plan.seqs) all += Tasks(seq);
+    ParallelFor(call_.params.executor, all, [&](int64_t task, int32_t worker) {
+      for (int32_t s = 0;; ++s) {
+        const int64_t tasks = Tasks(plan.seqs[s]);
+        if (task >= tasks) {
+          task -= tasks;
+          continue;
+        }
+        // A task below `tasks` has a tile; the analyzer does not see that.
+        const int32_t num_tiles = NumTiles(plan.seqs[s], call_.shape);
+        const auto head = static_cast<int32_t>(task / num_tiles);  // NOLINT(clang-analyzer-core.DivideZero)
+        RunTile(TileOf(plan, call_.shape, s, head, static_cast<int32_t>(task % num_tiles)), worker, PackedHead{});
+        return;
+      }
+    });
+  }
+
+ private:
+  bool Packs(const PlanSequence& seq) const {
+    return stages_.attend && !SplitsTiles(call_.plan, seq) && PacksHeads(seq);
+  }
+  // Of RunOthers.
+  int64_t Tasks(const PlanSequence& seq) const {
+    if (SplitsTiles(call_.plan, seq) || Packs(seq)) return 0;
+    return int64_t{NumTiles(seq, call_.shape)} * call_.plan.num_kv_heads;
+  }
+
+  void RunTile(const Tile& tile, int32_t worker, const PackedHead& packed) const {
+    const TileScratch scratch = ScratchOf(worker);
+    if (stages_.select) {
+      SelectTile(call_, tile, scratch, false);
+    } else if (call_.plan.top_k > 0) {
+      ReadLists(call_, tile, scratch);
+    }
+    if (stages_.attend) TileAttention(call_, tile, scratch, packed).Run();
+  }
+
+  const Call& call_;
+  const Stages stages_;
+  std::byte* const tiles_;
+  size_t tile_size_;
+};
+
+void FinishPiece(const Call& call, SplitUnit& unit, const TileScratch& scratch, const Stages& stages) {
+  if (unit.left.fetch_sub(1, std::memory_order_acq_rel) != 1 || !stages.attend) return;
   TileAttention(call, unit.tile, scratch, {}).Join(unit.states, unit.segments() + unit.windows);
 }
 
-void ChooseAndRead(const Call& call, SplitUnit& unit, const TileScratch& scratch, bool select, bool attend) {
-  if (select) {
+void ChooseAndRead(const Call& call, SplitUnit& unit, const TileScratch& scratch, const Stages& stages) {
+  if (stages.select) {
     SelectTile(call, unit.tile, scratch, unit.score_pieces > 0);
   } else {
     ReadLists(call, unit.tile, scratch);
   }
-  if (attend) TileAttention(call, unit.tile, scratch, {}).RunChosen(unit.states + unit.segments(), unit.windows);
-  FinishPiece(call, unit, scratch, attend);
+  if (stages.attend) TileAttention(call, unit.tile, scratch, {}).RunChosen(unit.states + unit.segments(), unit.windows);
+  FinishPiece(call, unit, scratch, stages);
 }
 
 // Tiles of few queries in pieces. The scores of representatives come first; who has the last of a unit chooses by them
 // and reads what was chosen, while others read the band. Who has the last piece of a unit adds them up. No worker waits
 // for another, and which one does what changes no bit.
-template <class ScratchOf>
-void RunSplit(const Call& call, const SplitUnits& units, bool select, bool attend, const ScratchOf& scratch_of) {
+void RunSplit(const Call& call, const SplitUnits& units, const Stages& stages, const TileRuns& runs) {
   const bool chooses = call.plan.top_k > 0;
   int64_t scores = 0, others = 0;
   for (SplitUnit& unit : units.all()) {
-    const int32_t segments = attend ? unit.segments() : 0;
-    unit.score_pieces = select ? ScorePieces(call, unit.tile) : 0;
+    const int32_t segments = stages.attend ? unit.segments() : 0;
+    unit.score_pieces = stages.select ? ScorePieces(call, unit.tile) : 0;
     unit.chooses_apart = chooses && unit.score_pieces == 0;
     unit.first_score = scores;
     unit.first_other = others;
@@ -436,31 +532,31 @@ void RunSplit(const Call& call, const SplitUnits& units, bool select, bool atten
     unit.left.store(segments + (chooses ? 1 : 0), std::memory_order_relaxed);
   }
   ParallelFor(call.params.executor, scores + others, [&](int64_t task, int32_t worker) {
-    TileScratch scratch = scratch_of(worker);
+    TileScratch scratch = runs.ScratchOf(worker);
     if (task < scores) {
       SplitUnit& unit = units.Find(task, &SplitUnit::first_score);
       unit.Lend(&scratch);
       ScorePiece(call, unit.tile, scratch, static_cast<int32_t>(task - unit.first_score));
       if (unit.scores_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-        ChooseAndRead(call, unit, scratch, select, attend);
+        ChooseAndRead(call, unit, scratch, stages);
       }
       return;
     }
     SplitUnit& unit = units.Find(task - scores, &SplitUnit::first_other);
     const auto piece = static_cast<int32_t>(task - scores - unit.first_other) - (unit.chooses_apart ? 1 : 0);
     if (piece < 0) {
-      ChooseAndRead(call, unit, scratch, select, attend);
+      ChooseAndRead(call, unit, scratch, stages);
       return;
     }
     const bool init = piece < unit.init_segments;
     TileAttention(call, unit.tile, scratch, {})
         .RunSegment(init ? BandPart::kInit : BandPart::kLocal,
                     init ? piece : unit.first_local + piece - unit.init_segments, unit.states[piece]);
-    FinishPiece(call, unit, scratch, attend);
+    FinishPiece(call, unit, scratch, stages);
   });
 }
 
-void RunStages(const PlanImpl& plan, const ForwardParams& params, bool represent, bool select, bool attend) {
+void RunStages(const PlanImpl& plan, const ForwardParams& params, Stages stages) {
   const Kernels& kernels = ActiveKernels();
   const Products& products = ProductsFor(kernels, plan.dtype == PHSA_BF16);
   const TileShape shape(plan);
@@ -476,90 +572,30 @@ void RunStages(const PlanImpl& plan, const ForwardParams& params, bool represent
                   reps,
                   plan.head_dim / products.per_word,
                   plan.rep_width / products.per_word};
-  select = select && plan.top_k > 0;
+  stages.select = stages.select && plan.top_k > 0;
   // Representatives that the caller keeps are written even at K = 0: a later call may read the cache with another K.
-  if (plan.representation != Representation::kNone && (reps.packed() ? select : represent)) {
+  if (plan.representation != Representation::kNone && (reps.packed() ? stages.select : stages.represent)) {
     RepresentRows(plan, kernels, params, reps);
   }
-  if (select) {
+  if (stages.select) {
     PackReps(call);
     PackAllParts(call);
   }
 
   const SplitUnits split(plan, shape, carver);
-  std::byte* tiles = static_cast<std::byte*>(params.workspace) + carver.size();
-  Carver counter(nullptr);
-  TileScratch(plan, shape, counter);
-  const auto scratch_of = [&](int32_t worker) {
-    Carver own(tiles + static_cast<size_t>(worker) * counter.size());
-    return TileScratch(plan, shape, own);
-  };
-  if (plan.top_k > 0 && split.num_seqs() < static_cast<int32_t>(plan.seqs.size())) {
-    const int32_t workers = params.executor.run == nullptr ? 1 : params.executor.num_threads;
-    for (int32_t w = 0; w < workers; ++w) {
-      const TileScratch scratch = scratch_of(w);
-      BlockLists::Reset(scratch.block_head, scratch.block_bits, shape.blocks);
-    }
-  }
-  const auto run_tile = [&](const Tile& tile, int32_t worker, const PackedHead& packed) {
-    const TileScratch scratch = scratch_of(worker);
-    if (select) {
-      SelectTile(call, tile, scratch, false);
-    } else if (plan.top_k > 0) {
-      ReadLists(call, tile, scratch);
-    }
-    if (attend) TileAttention(call, tile, scratch, packed).Run();
-  };
-
-  // Sequences with many queries pack each head's keys and values once, a few heads at a time; all others run together
-  // and pack what each tile needs, those with few queries in pieces.
-  const int32_t num_seqs = static_cast<int32_t>(plan.seqs.size());
-  int64_t others = 0;
-  for (int32_t s = 0; s < num_seqs; ++s) {
-    const PlanSequence& seq = plan.seqs[s];
-    if (SplitsTiles(plan, seq)) continue;
-    const int32_t num_tiles = NumTiles(seq, shape);
-    if (!attend || !PacksHeads(seq)) {
-      others += int64_t{num_tiles} * plan.num_kv_heads;
-      continue;
-    }
-    const int32_t at_once = HeadsAtOnce(plan, shape, seq);
-    for (int32_t head = 0; head < plan.num_kv_heads; head += at_once) {
-      const int32_t heads = std::min(at_once, plan.num_kv_heads - head);
-      PackHeads(call, s, head, heads);
-      ParallelFor(params.executor, int64_t{num_tiles} * heads, [&](int32_t task, int32_t worker) {
-        const int32_t slot = task / num_tiles;
-        const PackedHead packed{shared.packed_keys + slot * shared.packed_head_size,
-                                shared.packed_values + slot * shared.packed_head_size};
-        run_tile(TileOf(plan, shape, s, head + slot, task % num_tiles), worker, packed);
-      });
-    }
-  }
-  ParallelFor(params.executor, others, [&](int64_t task, int32_t worker) {
-    for (int32_t s = 0;; ++s) {
-      if (SplitsTiles(plan, plan.seqs[s]) || (attend && PacksHeads(plan.seqs[s]))) continue;
-      const int32_t num_tiles = NumTiles(plan.seqs[s], shape);
-      const int64_t tasks = int64_t{num_tiles} * plan.num_kv_heads;
-      if (task >= tasks) {
-        task -= tasks;
-        continue;
-      }
-      // A task below `tasks` has a tile; the analyzer does not see that.
-      run_tile(TileOf(plan, shape, s, static_cast<int32_t>(task / num_tiles),  // NOLINT(clang-analyzer-core.DivideZero)
-                      static_cast<int32_t>(task % num_tiles)),
-               worker, PackedHead{});
-      return;
-    }
-  });
-  if (attend || select) RunSplit(call, split, select, attend, scratch_of);
+  const TileRuns runs(call, stages, static_cast<std::byte*>(params.workspace) + carver.size());
+  if (plan.top_k > 0 && split.num_seqs() < static_cast<int32_t>(plan.seqs.size())) runs.ResetLists();
+  runs.RunPacked();
+  runs.RunOthers();
+  if (stages.attend || stages.select) RunSplit(call, split, stages, runs);
 }
 
 void RepresentStage(const PlanImpl& plan, const ForwardParams& params) {
   RepresentRows(plan, ActiveKernels(), params, RepView(plan, params.kv));
 }
-void SelectStage(const PlanImpl& plan, const ForwardParams& params) { RunStages(plan, params, false, true, false); }
-void AttendStage(const PlanImpl& plan, const ForwardParams& params) { RunStages(plan, params, false, false, true); }
-void Forward(const PlanImpl& plan, const ForwardParams& params) { RunStages(plan, params, true, true, true); }
+void SelectStage(const PlanImpl& plan, const ForwardParams& params) { RunStages(plan, params, {false, true, false}); }
+void AttendStage(const PlanImpl& plan, const ForwardParams& params) { RunStages(plan, params, {false, false, true}); }
+void Forward(const PlanImpl& plan, const ForwardParams& params) { RunStages(plan, params, {true, true, true}); }
 
 }  // namespace
 
