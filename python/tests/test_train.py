@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tiny_model import write_model
-from token_shards import write_documents
+from token_shards import write_config, write_documents
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from phsa.hf import load, niah, packed, settings_of
@@ -52,23 +52,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def configure(folder: Path, out: Path) -> Path:
     """A file for a short run."""
-    path = out.with_suffix(".toml")
-    path.write_text(
-        f"""
-out = {json.dumps(str(out))}
-threads = 1
-device = "cpu"
-[model]
-path = {json.dumps(str(folder / "model"))}
-dtype = "float32"
-[attention]
-top_k = 2
-init = 16
-local = 32
-[data]
-train = {json.dumps(str(folder / "tokens"))}
-held_out = {json.dumps(str(folder / "held-out"))}
-length = 128
+    return write_config(
+        folder,
+        out,
+        128,
+        """
 [lora]
 rank = 4
 [optimizer]
@@ -77,14 +65,11 @@ batch = 4
 micro_batch = 2
 learning_rate = 0.01
 warmup = 2
-[evaluate]
-sequences = 2
 [checkpoint]
 every = 2
 """,
-        encoding="utf-8",
+        start="threads = 1",
     )
-    return path
 
 
 def train(path: Path, *changes: str) -> loop.Run:

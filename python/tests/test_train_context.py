@@ -3,7 +3,6 @@ one process does, and a run of theirs goes on from any moment at which it was ki
 
 import csv
 import functools
-import json
 import random
 import shutil
 import time
@@ -15,7 +14,7 @@ import pytest
 import torch
 from processes import Processes, run
 from tiny_model import write_model
-from token_shards import write_documents
+from token_shards import write_config, write_documents
 from torch import Tensor, nn
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
@@ -204,36 +203,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def configure(folder: Path, out: Path, more: str = "") -> Path:
-    path = out.with_suffix(".toml")
-    path.write_text(
-        f"""
-out = {json.dumps(str(out))}
-device = "cpu"
-[model]
-path = {json.dumps(str(folder / "model"))}
-dtype = "float32"
-[attention]
-top_k = 2
-init = 16
-local = 32
-[data]
-train = {json.dumps(str(folder / "tokens"))}
-held_out = {json.dumps(str(folder / "held-out"))}
-length = 250
+def configure(folder: Path, out: Path) -> Path:
+    return write_config(
+        folder,
+        out,
+        250,
+        """
 [optimizer]
 steps = 4
 batch = 2
 learning_rate = 0.003
-[evaluate]
-sequences = 2
 [checkpoint]
 every = 1
-{more}
 """,
-        encoding="utf-8",
     )
-    return path
 
 
 def _train(rank: int, world: int, path: str, *changes: str) -> None:

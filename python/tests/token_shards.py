@@ -1,4 +1,4 @@
-"""Token shards as `phsa prepare` writes them, without it."""
+"""Token shards as `phsa prepare` writes them, without it, and the file of a run that trains on them."""
 
 import hashlib
 import json
@@ -34,3 +34,32 @@ def write_documents(
     }
     (folder / "index.json").write_text(json.dumps(index))
     return folder
+
+
+def write_config(folder: Path, out: Path, length: int, sections: str, start: str = "") -> Path:
+    """A run on the model and the tokens of the folder, with sparse attention that leaves much out.
+    `start`: lines before any table."""
+    path = out.with_suffix(".toml")
+    path.write_text(
+        f"""
+out = {json.dumps(str(out))}
+{start}
+device = "cpu"
+[model]
+path = {json.dumps(str(folder / "model"))}
+dtype = "float32"
+[attention]
+top_k = 2
+init = 16
+local = 32
+[data]
+train = {json.dumps(str(folder / "tokens"))}
+held_out = {json.dumps(str(folder / "held-out"))}
+length = {length}
+[evaluate]
+sequences = 2
+{sections}
+""",
+        encoding="utf-8",
+    )
+    return path

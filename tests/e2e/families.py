@@ -13,6 +13,7 @@ import sys
 import numpy as np
 import torch
 import transformers
+from gguf_files import write_out
 
 VOCAB = 512
 LLAMA3 = {
@@ -169,6 +170,8 @@ MODELS = {
     "Ernie4_5": "ERNIE 4.5",
     "SeedOss": "Seed-OSS",
 }
+# Families with one case, which every test of all families takes.
+OF_ONE_CASE = ["glm4", "granite", "minicpm", "gpt-oss", "ernie4_5", "seed_oss"]
 # What tests/cuda/test_families.py runs, in both kinds of files where GGUF has the family, dense and with PHSA.
 ON_GPU = [
     "llama",
@@ -187,12 +190,7 @@ ON_GPU = [
     "phi3-part-of-heads",
     "phi3-longrope",
     "phi3-heads-of-96",
-    "glm4",
-    "granite",
-    "minicpm",
-    "gpt-oss",
-    "ernie4_5",
-    "seed_oss",
+    *OF_ONE_CASE,
 ]
 # (model, kind of file, device, dense or phsa): what the tests that were imported prove. scripts/support-matrix.py makes
 # the table of models of it.
@@ -409,10 +407,7 @@ def make_gguf(name, model, path, experts=None):
         to = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         assert to is not None, tensor
         writer.add_tensor(to, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     return path
 
 

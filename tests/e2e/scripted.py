@@ -5,6 +5,7 @@ import itertools
 import gguf
 import numpy as np
 import tokenizers
+from gguf_files import write_out
 
 HIDDEN = 256
 
@@ -68,8 +69,5 @@ def write_scripted(path, template, script, after="\n", control=(), more=(), cont
         "blk.0.ffn_down.weight": np.zeros((HIDDEN, 32), np.float32),
     }.items():
         writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     return path

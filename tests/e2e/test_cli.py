@@ -7,6 +7,7 @@ import subprocess
 import numpy as np
 import pytest
 from conftest import BIN, run_phsa
+from gguf_files import write_out
 
 gguf = pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")
@@ -72,10 +73,7 @@ def write_gguf(path, context=256, phsa_settings=None, readable=None):
     add("blk.0.ffn_gate.weight", 96, 64)
     add("blk.0.ffn_up.weight", 96, 64)
     add("blk.0.ffn_down.weight", 64, 96)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     return path
 
 

@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 from conftest import run_phsa
+from gguf_files import write_out
 from test_cli import write_gguf
 
 gguf = pytest.importorskip("gguf")
@@ -216,10 +217,7 @@ def split_gguf(folder, parts):
             add[field.types[0]](field.name, field.contents())
     for tensor in whole.tensors:
         writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     return sorted(folder.glob("split-*.gguf"))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from gguf_files import write_out
 
 gguf = pytest.importorskip("gguf", reason="the Python package gguf makes the files")
 np = pytest.importorskip("numpy")
@@ -26,10 +27,7 @@ def small_gguf(path: Path) -> Path:
     writer.add_tensor("token_embd.weight", np.ones((4, 32), dtype=np.float16))
     weights = gguf.quants.quantize(np.ones((32, 32), dtype=np.float32), gguf.GGMLQuantizationType.Q8_0)
     writer.add_tensor("blk.0.attn_q.weight", weights, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     return path
 
 

@@ -375,14 +375,18 @@ def test_a_dense_answer_shows_what_phsa_would_choose(page, document):
     assert asked["phsa"] == {"attention": "phsa", **SMALL}
 
 
-def test_the_explorer_takes_a_long_document(page, tmp_path):
-    browser = page.browser
+def explore_long_text(page, tmp_path):
     long = tmp_path / "long.txt"
     long.write_text(("The keeper wrote the weather into a blue book; it was cold. " * 140)[:8000])
     page.switch("phsa", max_tokens=3)
     page.attach(long)
     page.ask("What?")
     page.explore()
+
+
+def test_the_explorer_takes_a_long_document(page, tmp_path):
+    browser = page.browser
+    explore_long_text(page, tmp_path)
     blocks = browser.run("document.querySelectorAll('.map i').length")
     assert blocks > 500 and browser.run("document.querySelectorAll('.text > span').length") == blocks
     hot = page.blocks("hot")
@@ -895,12 +899,7 @@ def test_few_stops_lie_on_the_way_of_the_tab_key(page, document):
 
 def test_a_block_that_is_chosen_is_scrolled_to(page, tmp_path):
     browser = page.browser
-    long = tmp_path / "long.txt"
-    long.write_text(("The keeper wrote the weather into a blue book; it was cold. " * 140)[:8000])
-    page.switch("phsa", max_tokens=3)
-    page.attach(long)
-    page.ask("What?")
-    page.explore()
+    explore_long_text(page, tmp_path)
     for css in (".top button", f'.map [data-b="{page.blocks("hot")[5]}"]'):
         browser.run("scrollTo(0, 0)")
         browser.click(css)

@@ -8,6 +8,7 @@ import struct
 import numpy as np
 import pytest
 from conftest import ROOT
+from gguf_files import write_out
 from test_tokenizer import CODE_POINTS, assert_same, encode, lines, read_texts
 from tokenizer_texts import random_texts
 
@@ -127,10 +128,7 @@ def write_gguf(path, model, tokens, scores, add_space_prefix, more=lambda writer
     ]:
         shape, kind = ((rows, columns), np.float16) if rows else ((columns,), np.float32)
         writer.add_tensor(f"blk.0.{name}.weight", np.zeros(shape, kind))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
 
 
 def test_scores_of_a_gguf_file_are_merges(phsa, trained, tmp_path):
