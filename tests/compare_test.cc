@@ -617,29 +617,29 @@ TEST(SettingsText, EqualSettingsAreOneWithBothNames) {
 
 // The run
 
-ComparePlan SmallPlan() {
-  ComparePlan plan;
+CompareRuns SmallRuns() {
+  CompareRuns runs;
   for (const Policy policy : {Policy::kDense, Policy::kPhsa}) {
-    AddDistinct(Name(policy), {SmallSettings(policy, 2), {}}, &plan.policies);
+    AddDistinct(Name(policy), {SmallSettings(policy, 2), {}}, &runs.policies);
   }
-  plan.answers.emplace();
-  plan.answers->questions = {{"first", "", Tokens(200)}, {"second", "", Tokens(210)}};
-  plan.answers->max_tokens = 4;
-  plan.answers->context = 220;
-  plan.speed.emplace();
-  plan.speed->lengths = {128, 320};
-  plan.speed->depths = {0, 300};
-  plan.speed->decode_tokens = 3;
-  plan.text.emplace();
-  plan.text->name = "random tokens";
-  plan.text->tokens = Tokens(300);
-  plan.flops_lengths = {256, 1 << 20};
-  return plan;
+  runs.answers.emplace();
+  runs.answers->questions = {{"first", "", Tokens(200)}, {"second", "", Tokens(210)}};
+  runs.answers->max_tokens = 4;
+  runs.answers->context = 220;
+  runs.speed.emplace();
+  runs.speed->lengths = {128, 320};
+  runs.speed->depths = {0, 300};
+  runs.speed->decode_tokens = 3;
+  runs.text.emplace();
+  runs.text->name = "random tokens";
+  runs.text->tokens = Tokens(300);
+  runs.flops_lengths = {256, 1 << 20};
+  return runs;
 }
 
 TEST(Compare, MeasuresEveryPartForEveryPolicy) {
   const std::unique_ptr<Engine> engine = MakeEngine();
-  const ComparePlan plan = SmallPlan();
+  const CompareRuns runs = SmallRuns();
   double last = -1;
   bool forward = true;
   CompareCallbacks callbacks;
@@ -648,7 +648,7 @@ TEST(Compare, MeasuresEveryPartForEveryPolicy) {
     last = share;
   };
   callbacks.stop = [] { return false; };
-  const CompareResult result = RunCompare(*engine, plan, callbacks);
+  const CompareResult result = RunCompare(*engine, runs, callbacks);
   EXPECT_TRUE(forward);
   EXPECT_GT(last, 0.8);
   EXPECT_FALSE(result.about.interrupted);
@@ -672,23 +672,23 @@ TEST(Compare, MeasuresEveryPartForEveryPolicy) {
   EXPECT_LT(*result.text->recalls[1]->sparse, 1);
   EXPECT_EQ(result.speed->rows[0][1].tokens_read.share(), 1);
   EXPECT_LT(result.speed->rows[1][1].tokens_read.share(), 0.5);
-  EXPECT_EQ(plan.Context(), 320) << "the longest text of all parts";
-  for (size_t i = 0; i < 2; ++i) EXPECT_EQ(result.policies[i].attention, plan.policies[i].attention);
+  EXPECT_EQ(runs.Context(), 320) << "the longest text of all parts";
+  for (size_t i = 0; i < 2; ++i) EXPECT_EQ(result.policies[i].attention, runs.policies[i].attention);
 }
 
 TEST(Compare, AStoppedRunKeepsWhatIsDone) {
   const std::unique_ptr<Engine> engine = MakeEngine();
-  const ComparePlan plan = SmallPlan();
+  const CompareRuns runs = SmallRuns();
   int32_t all = 0;
   CompareCallbacks callbacks;
   callbacks.progress = [](double, const std::string&) {};
   callbacks.stop = [&] { return ++all < 0; };
-  RunCompare(*engine, plan, callbacks);
+  RunCompare(*engine, runs, callbacks);
   size_t least = 0;
   for (int32_t limit = 0; limit < all; limit += 7) {
     int32_t asked = 0;
     callbacks.stop = [&] { return ++asked > limit; };
-    const CompareResult result = RunCompare(*engine, plan, callbacks);
+    const CompareResult result = RunCompare(*engine, runs, callbacks);
     EXPECT_TRUE(result.about.interrupted);
     size_t done = 0;
     for (size_t i = 0; i < 2; ++i) {

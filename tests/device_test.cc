@@ -144,10 +144,10 @@ TEST(SetAdapter, ItIsExchangedBesideTheWeightsOrReadWithThem) {
   };
   const auto cpu = LoadedEngine(FakeOptions(128));
   const std::vector<float> without = read(*cpu);
-  const uint64_t weights = cpu->plan().weights;
+  const uint64_t weights = cpu->memory().weights;
   set(*cpu, one.path());
   const std::vector<float> with_one = read(*cpu);
-  EXPECT_GT(cpu->plan().weights, weights);
+  EXPECT_GT(cpu->memory().weights, weights);
   set(*cpu, two.path());
   EXPECT_FALSE(SameBits(with_one, without));
   EXPECT_FALSE(SameBits(read(*cpu), with_one));
@@ -157,7 +157,7 @@ TEST(SetAdapter, ItIsExchangedBesideTheWeightsOrReadWithThem) {
   EXPECT_TRUE(SameBits(read(*cpu), with_one)) << "what is refused changes nothing";
   set(*cpu, {});
   EXPECT_TRUE(SameBits(read(*cpu), without));
-  EXPECT_EQ(cpu->plan().weights, weights);
+  EXPECT_EQ(cpu->memory().weights, weights);
 
   // A device that says no is made anew, with the adapter: here it is the CPU again.
   FakeModel model;
@@ -382,9 +382,9 @@ TEST(ChooseDevice, ACacheForAStepHoldsAsManyTextsAsAStepReads) {
   EngineOptions options = FakeOptions(100, 0);
   options.device = "cpu";
   options.cache_texts = 0;
-  EXPECT_EQ(LoadedEngine(options)->plan().cache_tokens, 500);  // of the CPU's 512
+  EXPECT_EQ(LoadedEngine(options)->memory().cache_tokens, 500);  // of the CPU's 512
   options.chunk = 64;
-  EXPECT_EQ(LoadedEngine(options)->plan().cache_tokens, 100);
+  EXPECT_EQ(LoadedEngine(options)->memory().cache_tokens, 100);
 }
 
 TEST(Gpu, TakesInt8WeightsInWholeGroupsAndNoF32) {
@@ -441,13 +441,13 @@ TEST(Gpu, RefusesShapesThatItHasNoKernelsFor) {
   EXPECT_NE(why_not([](ModelConfig&) {}).find("kv_type int8; the GPU takes bf16 and f16"), std::string::npos);
 }
 
-TEST(MemoryPlan, OfAGpuSaysSo) {
-  MemoryPlan plan;
-  plan.gpu = "Some GPU";
-  plan.weights = 10;
-  plan.available = 5;
-  EXPECT_NE(plan.Text().find("memory of Some GPU: weights"), std::string::npos);
-  const std::string message = Refusal([&] { CheckFits(plan); });
+TEST(MemoryNeeds, OfAGpuSaysSo) {
+  MemoryNeeds needs;
+  needs.gpu = "Some GPU";
+  needs.weights = 10;
+  needs.available = 5;
+  EXPECT_NE(needs.Text().find("memory of Some GPU: weights"), std::string::npos);
+  const std::string message = Refusal([&] { CheckFits(needs); });
   EXPECT_NE(message.find("device cpu"), std::string::npos) << message;
 }
 

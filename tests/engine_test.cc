@@ -11,11 +11,11 @@
 #include "base/dtype.h"
 #include "base/memory.h"
 #include "engine/attention_choice.h"
-#include "engine/memory_plan.h"
+#include "engine/memory_needs.h"
 #include "engine/sampler.h"
 #include "engine/sampling_choice.h"
 #include "engine/scheduler.h"
-#include "engine/serving_plan.h"
+#include "engine/serving_needs.h"
 #include "engine/session.h"
 #include "engine/speculation.h"
 #include "engine/stop_strings.h"
@@ -193,26 +193,26 @@ TEST(StopStrings, WhatWasHeldBackComesAtTheEnd) {
   EXPECT_EQ(none.Next("END"), "END");
 }
 
-TEST(MemoryPlan, WhatDoesNotFitIsRefusedWithBothNumbers) {
-  MemoryPlan plan;
-  plan.weights = 3'000'000'000;
-  plan.key_values = 2'000'000'000;
-  plan.context = 4096;
-  plan.available = 4'500'000'000;
-  const std::string message = Refusal([&] { CheckFits(plan); });
+TEST(MemoryNeeds, WhatDoesNotFitIsRefusedWithBothNumbers) {
+  MemoryNeeds needs;
+  needs.weights = 3'000'000'000;
+  needs.key_values = 2'000'000'000;
+  needs.context = 4096;
+  needs.available = 4'500'000'000;
+  const std::string message = Refusal([&] { CheckFits(needs); });
   EXPECT_NE(message.find("5.00 GB of 4.50 GB"), std::string::npos) << message;
-  plan.available = 5'000'000'000;
-  CheckFits(plan);
+  needs.available = 5'000'000'000;
+  CheckFits(needs);
   EXPECT_GT(AvailableMemory(), 0u);
 }
 
 TEST(Engine, TheCacheMayHoldMoreThanTheLongestText) {
   EngineOptions options = FakeOptions(256);
-  const auto plan = [&] { return Engine(std::make_unique<FakeModel>(), SmallTokenizer(), options).plan(); };
-  const MemoryPlan one_text = plan();
+  const auto needs = [&] { return Engine(std::make_unique<FakeModel>(), SmallTokenizer(), options).memory(); };
+  const MemoryNeeds one_text = needs();
   EXPECT_EQ(one_text.cache_tokens, 256);
   options.cache_tokens = 1024;
-  const MemoryPlan four_texts = plan();
+  const MemoryNeeds four_texts = needs();
   EXPECT_EQ(four_texts.context, 256);
   EXPECT_EQ(four_texts.cache_tokens, 1024);
   EXPECT_EQ(four_texts.key_values, 4 * one_text.key_values);
@@ -224,47 +224,47 @@ TEST(Engine, TheCacheMayHoldMoreThanTheLongestText) {
   EXPECT_NE(Refusal([&] { Session(*engine).Generate(Tokens(256), {}, {}); }).find("holds 256"), std::string::npos);
 
   options.context = 0;
-  EXPECT_EQ(plan().context, 1024) << "the model's is longer, but would not fit";
+  EXPECT_EQ(needs().context, 1024) << "the model's is longer, but would not fit";
   options.cache_tokens = 10000;
-  EXPECT_EQ(plan().context, 4096) << "the model's";
+  EXPECT_EQ(needs().context, 4096) << "the model's";
   options.context = 2048;
   options.cache_tokens = 2000;
-  const std::string message = Refusal(plan);
+  const std::string message = Refusal(needs);
   EXPECT_NE(message.find("2000"), std::string::npos) << message;
   EXPECT_NE(message.find("2048"), std::string::npos) << message;
 }
 
-TEST(ServingPlan, OneGpuTakesWhatTheEnginesOwnPlanSays) {
+TEST(ServingNeeds, OneGpuTakesWhatTheEngineCounts) {
   EngineOptions options = FakeOptions(1024);
   options.attention = {SmallSettings(Policy::kPhsa, 2), {}};
   options.attention.base.parts = 4;
   options.weights = WeightsMode::kF32;
   options.kv_dtype = PHSA_F32;
   const Engine engine(std::make_unique<FakeModel>(), SmallTokenizer(), options);
-  const MemoryPlan& ours = engine.plan();
+  const MemoryNeeds& ours = engine.memory();
   ServingOptions serving;
   serving.context = 1024;
   serving.kv_dtype = serving.weight_dtype = PHSA_F32;
-  const ServingPlan plan = PlanServing(FakeModel(), options.attention, serving);
+  const ServingNeeds needs = NeedsOfServing(FakeModel(), options.attention, serving);
   constexpr uint64_t kFlags = 1024;  // a byte a token, which the engine counts with keys and values
-  EXPECT_EQ(plan.key_values + kFlags, ours.key_values);
-  EXPECT_EQ(plan.representatives, ours.representatives);
-  EXPECT_GT(plan.representatives, 0u);
-  EXPECT_NEAR(static_cast<double>(plan.weights), static_cast<double>(ours.weights), 0.05 * ours.weights);
+  EXPECT_EQ(needs.key_values + kFlags, ours.key_values);
+  EXPECT_EQ(needs.representatives, ours.representatives);
+  EXPECT_GT(needs.representatives, 0u);
+  EXPECT_NEAR(static_cast<double>(needs.weights), static_cast<double>(ours.weights), 0.05 * ours.weights);
 
   // What a token reads: init, local, its own block and the chosen ones, and all representatives.
   const uint64_t token = 2 * 2 * 2 * 64 * sizeof(float);  // K and V of 2 layers and 2 heads of 64
   const Settings& settings = options.attention.base;
   const int64_t tokens = settings.init_tokens + settings.local_tokens + 16 + 2 * 16;
-  EXPECT_EQ(plan.read_key_values, static_cast<uint64_t>(tokens) * token);
-  EXPECT_EQ(plan.read_representatives, 1024 / 16 * 4 * token / 2);
-  const ServingPlan dense = PlanServing(FakeModel(), {SmallSettings(Policy::kDense, 0), {}}, serving);
+  EXPECT_EQ(needs.read_key_values, static_cast<uint64_t>(tokens) * token);
+  EXPECT_EQ(needs.read_representatives, 1024 / 16 * 4 * token / 2);
+  const ServingNeeds dense = NeedsOfServing(FakeModel(), {SmallSettings(Policy::kDense, 0), {}}, serving);
   EXPECT_EQ(dense.read_key_values, 1024 * token);
   EXPECT_EQ(dense.read_representatives + dense.representatives, 0u);
-  EXPECT_EQ(dense.key_values, plan.key_values);
+  EXPECT_EQ(dense.key_values, needs.key_values);
 }
 
-TEST(ServingPlan, ACacheOfEveryTypeIsAsLargeAsWhatTheEngineTakesForIt) {
+TEST(ServingNeeds, ACacheOfEveryTypeIsAsLargeAsWhatTheEngineTakesForIt) {
   for (const int32_t type : {PHSA_F32, PHSA_BF16, PHSA_INT8}) {
     EngineOptions options = FakeOptions(1024, 512, SmallSettings(Policy::kPhsa, 2));
     options.kv_dtype = type;
@@ -273,48 +273,48 @@ TEST(ServingPlan, ACacheOfEveryTypeIsAsLargeAsWhatTheEngineTakesForIt) {
     ServingOptions serving;
     serving.context = 1024;
     serving.kv_dtype = type;
-    const ServingPlan plan = PlanServing(FakeModel(), options.attention, serving);
+    const ServingNeeds needs = NeedsOfServing(FakeModel(), options.attention, serving);
     constexpr uint64_t kFlags = 1024;
-    EXPECT_EQ(plan.key_values + plan.representatives + kFlags,
+    EXPECT_EQ(needs.key_values + needs.representatives + kFlags,
               static_cast<uint64_t>(cache.num_pages()) * cache.layout().page_bytes)
         << DtypeName(type);
     // Of 2 layers and 2 heads of 64, keys and values: 8-bit ones have a scale of two bytes each.
     const uint64_t row = type == PHSA_INT8 ? 64 + 2 : 64 * DtypeSize(type);
-    EXPECT_EQ(plan.key_values, 1024 * 2 * 2 * 2 * row) << DtypeName(type);
+    EXPECT_EQ(needs.key_values, 1024 * 2 * 2 * 2 * row) << DtypeName(type);
     const Settings& settings = options.attention.base;
     const int64_t tokens = settings.init_tokens + settings.local_tokens + 16 + 2 * 16;
-    EXPECT_EQ(plan.read_key_values, static_cast<uint64_t>(tokens) * 2 * 2 * 2 * row) << DtypeName(type);
+    EXPECT_EQ(needs.read_key_values, static_cast<uint64_t>(tokens) * 2 * 2 * 2 * row) << DtypeName(type);
   }
 }
 
-TEST(ServingPlan, HeadsAndLayersAreSharedOut) {
+TEST(ServingNeeds, HeadsAndLayersAreSharedOut) {
   ServingOptions one, two, four, stages;
   one.context = two.context = four.context = stages.context = 2048;
   two.tensor = 2;
   four.tensor = 4;  // more than there are KV heads: two GPUs keep the same ones
   stages.pipeline = 2;
   const LayerSettings attention{SmallSettings(Policy::kPhsa, 2), {}};
-  const auto plan = [&](const ServingOptions& options) { return PlanServing(FakeModel(), attention, options); };
-  EXPECT_EQ(plan(two).key_values * 2, plan(one).key_values);
-  EXPECT_EQ(plan(two).representatives * 2, plan(one).representatives);
-  EXPECT_EQ(plan(two).read_key_values * 2, plan(one).read_key_values);
-  EXPECT_NEAR(static_cast<double>(plan(two).weights), plan(one).weights / 2.0, 0.02 * plan(one).weights);
-  EXPECT_EQ(plan(four).key_values, plan(two).key_values);
-  EXPECT_EQ(plan(stages).key_values * 2, plan(one).key_values);
-  EXPECT_GT(plan(stages).weights * 2, plan(one).weights) << "tied embeddings are in the first and in the last stage";
+  const auto needs = [&](const ServingOptions& options) { return NeedsOfServing(FakeModel(), attention, options); };
+  EXPECT_EQ(needs(two).key_values * 2, needs(one).key_values);
+  EXPECT_EQ(needs(two).representatives * 2, needs(one).representatives);
+  EXPECT_EQ(needs(two).read_key_values * 2, needs(one).read_key_values);
+  EXPECT_NEAR(static_cast<double>(needs(two).weights), needs(one).weights / 2.0, 0.02 * needs(one).weights);
+  EXPECT_EQ(needs(four).key_values, needs(two).key_values);
+  EXPECT_EQ(needs(stages).key_values * 2, needs(one).key_values);
+  EXPECT_GT(needs(stages).weights * 2, needs(one).weights) << "tied embeddings are in the first and in the last stage";
 
-  one.memory = plan(one).weights + 3 * (plan(one).key_values + plan(one).representatives) + 5;
-  EXPECT_EQ(plan(one).texts, 3);
+  one.memory = needs(one).weights + 3 * (needs(one).key_values + needs(one).representatives) + 5;
+  EXPECT_EQ(needs(one).texts, 3);
   one.reserved = 6;
-  EXPECT_EQ(plan(one).texts, 2);
+  EXPECT_EQ(needs(one).texts, 2);
   one.memory = 1;
-  EXPECT_EQ(plan(one).texts, 0);
+  EXPECT_EQ(needs(one).texts, 0);
 
   two.tensor = 3;
-  const std::string heads = Refusal([&] { plan(two); });
+  const std::string heads = Refusal([&] { needs(two); });
   EXPECT_NE(heads.find("allowed: 1, 2, 4"), std::string::npos) << heads;
   stages.pipeline = 3;
-  const std::string layers = Refusal([&] { plan(stages); });
+  const std::string layers = Refusal([&] { needs(stages); });
   EXPECT_NE(layers.find("allowed: 1 to 2"), std::string::npos) << layers;
 }
 

@@ -267,15 +267,15 @@ TEST(KvCache, RepresentativesTakeASixteenthOfTheKeys) {
 TEST(Weights, WhatIsMissingOrMisshapenIsNamed) {
   FakeModel missing;
   missing.Remove("model.layers.1.self_attn.k_norm.weight");
-  EXPECT_NE(Refusal([&] { PlanWeights(missing, WeightsMode::kAuto); }).find("model.layers.1.self_attn.k_norm.weight"),
+  EXPECT_NE(Refusal([&] { SizeOfWeights(missing, WeightsMode::kAuto); }).find("model.layers.1.self_attn.k_norm.weight"),
             std::string::npos);
   FakeModel misshapen;
   misshapen.Add("model.layers.0.mlp.up_proj.weight", {96, 32});
-  const std::string message = Refusal([&] { PlanWeights(misshapen, WeightsMode::kAuto); });
+  const std::string message = Refusal([&] { SizeOfWeights(misshapen, WeightsMode::kAuto); });
   EXPECT_NE(message.find("[96, 32]"), std::string::npos) << message;
   EXPECT_NE(message.find("[96, 64]"), std::string::npos) << message;
   FakeModel bias("qwen2");
-  EXPECT_NE(Refusal([&] { PlanWeights(bias, WeightsMode::kAuto); }).find("q_proj.bias"), std::string::npos);
+  EXPECT_NE(Refusal([&] { SizeOfWeights(bias, WeightsMode::kAuto); }).find("q_proj.bias"), std::string::npos);
 }
 
 TEST(Weights, ThePlanSaysWhatLoadingTakes) {
@@ -292,7 +292,7 @@ TEST(Weights, ThePlanSaysWhatLoadingTakes) {
         bytes += vector->size() * sizeof(float);
       }
     }
-    EXPECT_EQ(PlanWeights(model, mode).bytes, bytes);
+    EXPECT_EQ(SizeOfWeights(model, mode).bytes, bytes);
   }
 }
 

@@ -817,19 +817,19 @@ std::unique_ptr<Engine> SmallEngine(int32_t chunk = 512, int32_t cache_texts = 1
   return engine;
 }
 
-NiahPlan SmallPlan(NiahScoring scoring) {
-  NiahPlan plan;
-  plan.tasks = {NiahTask::kSingle1, NiahTask::kMultikey2};
-  plan.scoring = scoring;
-  plan.samples = 3;
+NiahRuns SmallRuns(NiahScoring scoring) {
+  NiahRuns runs;
+  runs.tasks = {NiahTask::kSingle1, NiahTask::kMultikey2};
+  runs.scoring = scoring;
+  runs.samples = 3;
   for (const LayerSettings& attention : {Attention(Policy::kDense, 1), Attention(Policy::kInfllm2, 1)}) {
-    plan.configurations.push_back({1024, attention});
+    runs.configurations.push_back({1024, attention});
   }
-  return plan;
+  return runs;
 }
 
 // Runs until `most` answers are there.
-bool RunSome(Engine& engine, const NiahPlan& plan, NiahRecords& records, size_t most = 1000000,
+bool RunSome(Engine& engine, const NiahRuns& runs, NiahRecords& records, size_t most = 1000000,
              const NiahPrompts& prompts = Prompts()) {
   size_t count = 0;
   NiahCallbacks callbacks;
@@ -841,7 +841,7 @@ bool RunSome(Engine& engine, const NiahPlan& plan, NiahRecords& records, size_t 
   };
   callbacks.record = [&](const NiahRecord&) { ++count; };
   callbacks.stop = [&] { return count >= most; };
-  return RunNiah(engine, prompts, plan, records, callbacks);
+  return RunNiah(engine, prompts, runs, records, callbacks);
 }
 
 void ExpectSame(const NiahRecords& a, const NiahRecords& b) {
@@ -859,24 +859,24 @@ void ExpectSame(const NiahRecords& a, const NiahRecords& b) {
 TEST(NiahRun, AStoppedRunAndItsContinuationAreOneRun) {
   const std::unique_ptr<Engine> engine = SmallEngine();
   for (const NiahScoring scoring : {NiahScoring::kReferences, NiahScoring::kStrict, NiahScoring::kForced}) {
-    const NiahPlan plan = SmallPlan(scoring);
+    const NiahRuns runs = SmallRuns(scoring);
     NiahRecords whole, parts;
-    ASSERT_TRUE(RunSome(*engine, plan, whole));
+    ASSERT_TRUE(RunSome(*engine, runs, whole));
     ASSERT_EQ(whole.all().size(), 12u);
-    EXPECT_FALSE(RunSome(*engine, plan, parts, 5));
+    EXPECT_FALSE(RunSome(*engine, runs, parts, 5));
     EXPECT_EQ(parts.all().size(), 5u);
-    EXPECT_TRUE(RunSome(*engine, plan, parts));
+    EXPECT_TRUE(RunSome(*engine, runs, parts));
     ExpectSame(whole, parts);
   }
 }
 
 TEST(NiahRun, ShardsMakeTheWhole) {
   const std::unique_ptr<Engine> engine = SmallEngine();
-  NiahPlan plan = SmallPlan(NiahScoring::kStrict);
+  NiahRuns runs = SmallRuns(NiahScoring::kStrict);
   NiahRecords whole, parts;
-  RunSome(*engine, plan, whole);
-  plan.shards = 2;
-  for (plan.shard = 0; plan.shard < 2; ++plan.shard) RunSome(*engine, plan, parts);
+  RunSome(*engine, runs, whole);
+  runs.shards = 2;
+  for (runs.shard = 0; runs.shard < 2; ++runs.shard) RunSome(*engine, runs, parts);
   ExpectSame(whole, parts);
 }
 
@@ -887,20 +887,20 @@ TEST(NiahRun, SamplesReadTogetherGiveWhatTheyGiveAlone) {
     options.random_start = random_start;
     const NiahPrompts prompts = Prompts(options);
     for (const NiahScoring scoring : {NiahScoring::kReferences, NiahScoring::kForced}) {
-      NiahPlan plan = SmallPlan(scoring);
-      plan.tasks = {NiahTask::kSingle1, NiahTask::kSingle2};
-      plan.samples = 5;
-      plan.configurations = {{1000, Attention(Policy::kPhsa, 2, 0.9f)},
+      NiahRuns runs = SmallRuns(scoring);
+      runs.tasks = {NiahTask::kSingle1, NiahTask::kSingle2};
+      runs.samples = 5;
+      runs.configurations = {{1000, Attention(Policy::kPhsa, 2, 0.9f)},
                              {1000, Attention(Policy::kDense, 1)},
                              {600, Attention(Policy::kInfllm2, 1)}};
       NiahRecords alone, together;
-      ASSERT_TRUE(RunSome(*SmallEngine(), plan, alone, 1000000, prompts));
+      ASSERT_TRUE(RunSome(*SmallEngine(), runs, alone, 1000000, prompts));
       ASSERT_EQ(alone.all().size(), 30u);
       const std::unique_ptr<Engine> engine = SmallEngine(4096, 3);
       // It stops before the second batch, and goes on as if it had not.
-      ASSERT_FALSE(RunSome(*engine, plan, together, 1, prompts));
+      ASSERT_FALSE(RunSome(*engine, runs, together, 1, prompts));
       EXPECT_EQ(together.all().size(), 4u);  // of the shorter samples, as many as the cache holds
-      ASSERT_TRUE(RunSome(*engine, plan, together, 1000000, prompts));
+      ASSERT_TRUE(RunSome(*engine, runs, together, 1000000, prompts));
       ExpectSame(alone, together);
     }
   }
@@ -908,19 +908,19 @@ TEST(NiahRun, SamplesReadTogetherGiveWhatTheyGiveAlone) {
 
 TEST(NiahRun, SamplesAreReadInOneStepWhereTheyFit) {
   const std::unique_ptr<Engine> engine = SmallEngine(4096, 4);
-  NiahPlan plan = SmallPlan(NiahScoring::kForced);
-  plan.tasks = {NiahTask::kSingle2};
-  plan.configurations = {{1000, Attention(Policy::kDense, 1)}};
-  plan.samples = 5;
+  NiahRuns runs = SmallRuns(NiahScoring::kForced);
+  runs.tasks = {NiahTask::kSingle2};
+  runs.configurations = {{1000, Attention(Policy::kDense, 1)}};
+  runs.samples = 5;
   for (const int32_t batch : {0, 2}) {
-    plan.batch = batch;
-    engine->SetAttention(plan.configurations.front().attention);
+    runs.batch = batch;
+    engine->SetAttention(runs.configurations.front().attention);
     std::vector<size_t> steps;  // their texts
     engine->decoder().Observe([&](const LayerAttention& attention) {
       if (attention.layer == 0) steps.push_back(attention.q_lens.size());
     });
     NiahRecords records;
-    ASSERT_TRUE(RunSome(*engine, plan, records));
+    ASSERT_TRUE(RunSome(*engine, runs, records));
     EXPECT_EQ(steps, batch == 0 ? (std::vector<size_t>{4, 1}) : (std::vector<size_t>{2, 2, 1}));
     engine->decoder().Observe({});
   }
@@ -929,7 +929,7 @@ TEST(NiahRun, SamplesAreReadInOneStepWhereTheyFit) {
 TEST(NiahRun, DenseReadsAllAndSparseLess) {
   const std::unique_ptr<Engine> engine = SmallEngine();
   NiahRecords records;
-  RunSome(*engine, SmallPlan(NiahScoring::kStrict), records);
+  RunSome(*engine, SmallRuns(NiahScoring::kStrict), records);
   for (const NiahRecord& record : records.all()) {
     EXPECT_GT(record.dense, 0);
     if (record.attention.base.policy == Policy::kDense) {
@@ -944,9 +944,9 @@ TEST(NiahRun, DenseReadsAllAndSparseLess) {
 TEST(NiahRun, StrictAnswersAreTheLikeliestTokens) {
   const std::unique_ptr<Engine> engine = SmallEngine();
   NiahRecords records;
-  NiahPlan plan = SmallPlan(NiahScoring::kStrict);
-  plan.samples = 1;
-  RunSome(*engine, plan, records);
+  NiahRuns runs = SmallRuns(NiahScoring::kStrict);
+  runs.samples = 1;
+  RunSome(*engine, runs, records);
   for (const NiahRecord& record : records.all()) {
     const NiahSample sample = Prompts().Build(record.task, record.length, record.sample);
     std::vector<int32_t> tokens = sample.tokens, likeliest;
@@ -978,8 +978,8 @@ TEST(NiahRun, LeadingSpacesAreThoseBeforeTheReference) {
 TEST(NiahRun, ForcedScoringOverlooksOnlyTheSpace) {
   const std::unique_ptr<Engine> engine = SmallEngine();
   NiahRecords strict, forced;
-  RunSome(*engine, SmallPlan(NiahScoring::kStrict), strict);
-  RunSome(*engine, SmallPlan(NiahScoring::kForced), forced);
+  RunSome(*engine, SmallRuns(NiahScoring::kStrict), strict);
+  RunSome(*engine, SmallRuns(NiahScoring::kForced), forced);
   ASSERT_EQ(strict.all().size(), forced.all().size());
   for (size_t i = 0; i < strict.all().size(); ++i) {
     const NiahRecord& record = forced.all()[i];
@@ -994,17 +994,17 @@ TEST(NiahRun, ForcedScoringOverlooksOnlyTheSpace) {
 // Whoever runs the samples elsewhere has all that this program would have used, and the same numbers of tokens read.
 TEST(NiahExport, HoldsSamplesAndWhatTheirRecordsWillBe) {
   const std::unique_ptr<Engine> engine = SmallEngine();
-  NiahPlan plan = SmallPlan(NiahScoring::kForced);
-  plan.configurations.push_back({1024, Attention(Policy::kPhsa, 2, 0.9f)});
+  NiahRuns runs = SmallRuns(NiahScoring::kForced);
+  runs.configurations.push_back({1024, Attention(Policy::kPhsa, 2, 0.9f)});
   LayerSettings layered = Attention(Policy::kStreaming, 0);
   layered.layers[1] = Attention(Policy::kDense, 1).base;
-  plan.configurations.push_back({1024, layered});
+  runs.configurations.push_back({1024, layered});
   NiahRecords records;
-  ASSERT_TRUE(RunSome(*engine, plan, records));
+  ASSERT_TRUE(RunSome(*engine, runs, records));
 
   const Folder folder;
   const auto path = folder / "samples.jsonl";
-  ExportNiah(*engine, Prompts(), plan, TestHeader(), path);
+  ExportNiah(*engine, Prompts(), runs, TestHeader(), path);
   std::ifstream file(path);
   std::string line;
   ASSERT_TRUE(std::getline(file, line));
@@ -1034,7 +1034,7 @@ TEST(NiahExport, HoldsSamplesAndWhatTheirRecordsWillBe) {
   }
   EXPECT_EQ(exported, records.all().size());
   try {
-    ExportNiah(*engine, Prompts(), plan, TestHeader(), "/no/such/folder/samples.jsonl");
+    ExportNiah(*engine, Prompts(), runs, TestHeader(), "/no/such/folder/samples.jsonl");
     ADD_FAILURE() << "a file was written where there is no folder";
   } catch (const Error& error) {
     EXPECT_TRUE(Contains(error.what(), "/no/such/folder/samples.jsonl")) << error.what();

@@ -110,98 +110,144 @@ void PrintSources(const std::vector<Passage>& passages, const std::vector<Docume
   WriteOut(out);
 }
 
-void Ask(const AskFlags& flags) {
-  const std::vector<Document> documents = Documents(flags);
+// A question about documents, as the model reads it.
+struct Asked {
+  std::vector<Document> documents;
+  std::vector<int32_t> prompt;
+  Located located;
+  // What any question about these documents begins with.
+  std::span<const int32_t> before_question() const { return std::span(prompt).first(static_cast<size_t>(located.end)); }
+};
+
+struct Answered {
+  GenerateResult result;
+  int32_t cached = 0;  // tokens of the prompt that were kept from before
+  double first_token = 0, sources_seconds = 0;
+  std::vector<Passage> passages;
+  double decode_speed() const {
+    if (result.decode_seconds <= 0 || result.tokens.size() <= 1) return 0;
+    return static_cast<double>(result.tokens.size() - 1) / result.decode_seconds;
+  }
+};
+
+Asked Encode(const AskFlags& flags, const ModelSource& source, const Tokenizer& tokenizer,
+             std::vector<Document> documents) {
   const std::string turn = TurnAbout(documents, flags.words.back());
-  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
-  const GenerateOptions options = SamplingOptions(flags.sampling, source->config());
-  Tokenizer tokenizer = LoadTokenizer(*source);
-  const ChatTemplate chat = ChooseChatTemplate(flags.chat_template, source->chat_template());
+  const ChatTemplate chat = ChooseChatTemplate(flags.chat_template, source.chat_template());
   std::vector<ChatMessage> messages;
   if (!flags.system.empty()) messages.push_back({"system", flags.system});
   messages.push_back({"user", turn});
-  const std::vector<int32_t> prompt = chat.Encode(messages, true, tokenizer);
-  ModelFlags model = flags.model;
-  const int32_t needed = ContextFor(prompt.size(), options.max_tokens, source->config());
-  const int32_t context = model.context > 0 ? model.context : needed;
-  if (flags.sampling.max_tokens > 0) model.context = context;
-  const Located located = Locate(tokenizer, prompt, documents, turn);
-  const std::vector<LayerSettings> attention = AttentionSettings(flags.attention, source->config(), context);
-  if (attention.size() != 1) ThrowInvalid("ask: one --attention and one -K; `phsa bench` takes lists");
-  HintAtPhsa(flags.attention, attention.front(), prompt.size());
-  WarnPastTested(source->config(), prompt.size());
-  const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, attention.front());
-  LoadEngine(*engine);
-  CheckPrompt(*engine, prompt);
+  Asked asked{std::move(documents), chat.Encode(messages, true, tokenizer), {}};
+  asked.located = Locate(tokenizer, asked.prompt, asked.documents, turn);
+  return asked;
+}
 
-  // What any question about these documents begins with.
-  const std::span<const int32_t> read_once = std::span(prompt).first(static_cast<size_t>(located.end));
+// Takes what was kept of these documents, or prefills them and keeps that. Returns how many tokens were taken.
+int32_t ReadDocumentsOnce(const AskFlags& flags, const Asked& asked, Engine& engine, Session& session,
+                          ProgressBar& bar) {
+  if (flags.no_cache) return 0;
   const auto folder =
       flags.cache_folder.empty() ? CacheFolder() / "documents" : std::filesystem::path(flags.cache_folder);
   const TextCache cache(folder, static_cast<uint64_t>(flags.cache_gigabytes * static_cast<double>(kGigabyte)),
                         [](const std::string& text) { Note("{}", text); });
-  Session session(*engine);
+  const std::span<const int32_t> read_once = asked.before_question();
+  const int32_t cached = cache.Restore(engine, session, read_once);
+  if (cached >= asked.located.end) return cached;
+  // Kept as soon as it is read, and what was read of it where Ctrl-C comes first.
+  const bool whole =
+      session
+          .Prefill(
+              read_once, PrefillCallbacks(bar), [](int32_t, int32_t, const LogitsRow&) {}, BatchItem::Logits::kNone)
+          .has_value();
+  bar.Clear();
+  if (session.sequence().length() > cached) cache.Save(engine, session, read_once);
+  if (!whole) throw Interrupted{};
+  return cached;
+}
+
+Answered AnswerAndFindSources(const AskFlags& flags, const GenerateOptions& options, const Asked& asked,
+                              Engine& engine) {
+  Session session(engine);
   const auto start = std::chrono::steady_clock::now();
   const auto seconds = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
-  const int32_t cached = flags.no_cache ? 0 : cache.Restore(*engine, session, read_once);
+  Answered out;
   ProgressBar bar("prefill");
+  out.cached = ReadDocumentsOnce(flags, asked, engine, session, bar);
   GenerateCallbacks callbacks = PrefillCallbacks(bar);
-  if (!flags.no_cache && cached < located.end) {
-    // Kept as soon as it is read, and what was read of it where Ctrl-C comes first.
-    const bool whole =
-        session
-            .Prefill(
-                read_once, callbacks, [](int32_t, int32_t, const LogitsRow&) {}, BatchItem::Logits::kNone)
-            .has_value();
-    bar.Clear();
-    if (session.sequence().length() > cached) cache.Save(*engine, session, read_once);
-    if (!whole) throw Interrupted{};
-  }
-  double first_token = 0;
   callbacks.text = [&](std::string_view text) {
     bar.Clear();
-    if (first_token == 0) first_token = seconds();
+    if (out.first_token == 0) out.first_token = seconds();
     if (!flags.json) WriteOut(text);
   };
-  const GenerateResult result = session.Generate(prompt, options, callbacks);
+  out.result = session.Generate(asked.prompt, options, callbacks);
   bar.Clear();
   if (!flags.json) WriteOut("\n");
-  TellOfLoop(result);
-  if (result.reason == StopReason::kInterrupted) throw Interrupted{};
+  TellOfLoop(out.result);
+  if (out.result.reason == StopReason::kInterrupted) throw Interrupted{};
 
   SourceOptions wanted;
   wanted.most = static_cast<size_t>(flags.sources);
   const double answered = seconds();
-  const std::vector<Passage> passages =
-      FindSources(*engine, session.sequence(), result.prompt_tokens, static_cast<int32_t>(result.tokens.size()),
-                  located.texts, WasInterrupted, wanted);
+  out.passages =
+      FindSources(engine, session.sequence(), out.result.prompt_tokens, static_cast<int32_t>(out.result.tokens.size()),
+                  asked.located.texts, WasInterrupted, wanted);
   ThrowIfInterrupted();
-  const double decode_speed = result.decode_seconds > 0 && result.tokens.size() > 1
-                                  ? static_cast<double>(result.tokens.size() - 1) / result.decode_seconds
-                                  : 0;
+  out.sources_seconds = seconds() - answered;
+  return out;
+}
+
+void WriteJson(const Answered& answered, const std::vector<Document>& documents, const Settings& attention) {
+  const GenerateResult& result = answered.result;
+  Json sources = Json::array();
+  for (const Passage& passage : answered.passages) sources.push_back(SourceJson(passage, documents[passage.text]));
+  Json line = {{"answer", result.text},
+               {"sources", std::move(sources)},
+               {"stop_reason", Name(result.reason)},
+               {"prompt_tokens", result.prompt_tokens},
+               {"cached_tokens", answered.cached},
+               {"tokens", result.tokens.size()},
+               {"time_to_first_token_s", answered.first_token},
+               {"sources_s", answered.sources_seconds},
+               {"decode_tokens_per_s", answered.decode_speed()},
+               {"attention", Name(attention.policy)},
+               {"read_share", result.tokens_read.share()},
+               {"peak_memory_bytes", PeakMemoryBytes()}};
+  AddBudget(attention, &line);
+  WriteOut(line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n");
+}
+
+void NoteMeasurements(const Answered& answered) {
+  const GenerateResult& result = answered.result;
+  Note("{} prompt tokens{}, first token after {}; {} tokens at {:.1f}/s; {}; sources after {}; peak memory {}",
+       result.prompt_tokens, answered.cached > 0 ? fmt::format(", {} of them kept from before", answered.cached) : "",
+       DurationInWords(answered.first_token), result.tokens.size(), answered.decode_speed(), Name(result.reason),
+       DurationInWords(answered.sources_seconds), BytesInWords(PeakMemoryBytes()));
+}
+
+void Ask(const AskFlags& flags) {
+  std::vector<Document> documents = Documents(flags);
+  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
+  const GenerateOptions options = SamplingOptions(flags.sampling, source->config());
+  Tokenizer tokenizer = LoadTokenizer(*source);
+  const Asked asked = Encode(flags, *source, tokenizer, std::move(documents));
+  ModelFlags model = flags.model;
+  const int32_t needed = ContextFor(asked.prompt.size(), options.max_tokens, source->config());
+  const int32_t context = model.context > 0 ? model.context : needed;
+  if (flags.sampling.max_tokens > 0) model.context = context;
+  const std::vector<LayerSettings> attention = AttentionSettings(flags.attention, source->config(), context);
+  if (attention.size() != 1) ThrowInvalid("ask: one --attention and one -K; `phsa bench` takes lists");
+  HintAtPhsa(flags.attention, attention.front(), asked.prompt.size());
+  WarnPastTested(source->config(), asked.prompt.size());
+  const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, attention.front());
+  LoadEngine(*engine);
+  CheckPrompt(*engine, asked.prompt);
+
+  const Answered answered = AnswerAndFindSources(flags, options, asked, *engine);
   if (flags.json) {
-    Json sources = Json::array();
-    for (const Passage& passage : passages) sources.push_back(SourceJson(passage, documents[passage.text]));
-    Json line = {{"answer", result.text},
-                 {"sources", std::move(sources)},
-                 {"stop_reason", Name(result.reason)},
-                 {"prompt_tokens", result.prompt_tokens},
-                 {"cached_tokens", cached},
-                 {"tokens", result.tokens.size()},
-                 {"time_to_first_token_s", first_token},
-                 {"sources_s", seconds() - answered},
-                 {"decode_tokens_per_s", decode_speed},
-                 {"attention", Name(attention.front().base.policy)},
-                 {"read_share", result.tokens_read.share()},
-                 {"peak_memory_bytes", PeakMemoryBytes()}};
-    AddBudget(attention.front().base, &line);
-    WriteOut(line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n");
+    WriteJson(answered, asked.documents, attention.front().base);
   } else {
-    if (flags.sources > 0) PrintSources(passages, documents);
-    Note("{} prompt tokens{}, first token after {}; {} tokens at {:.1f}/s; {}; sources after {}; peak memory {}",
-         result.prompt_tokens, cached > 0 ? fmt::format(", {} of them kept from before", cached) : "",
-         DurationInWords(first_token), result.tokens.size(), decode_speed, Name(result.reason),
-         DurationInWords(seconds() - answered), BytesInWords(PeakMemoryBytes()));
+    if (flags.sources > 0) PrintSources(answered.passages, asked.documents);
+    NoteMeasurements(answered);
   }
 }
 

@@ -39,8 +39,8 @@ void Print(const BenchFlags& flags, Engine& engine, const SpeedRow& row) {
     nlohmann::ordered_json line = {{"model", engine.config().name}, {"attention", Name(settings.policy)}};
     AddBudget(settings, &line);
     line.update(SpeedToJson(row));
-    line.update({{"weights", engine.plan().weight_types},
-                 {"kv_type", engine.plan().kv_type},
+    line.update({{"weights", engine.memory().weight_types},
+                 {"kv_type", engine.memory().kv_type},
                  {"threads", engine.threads().num_threads()},
                  {"device", engine.device_name()}});
     if (!flags.text.empty()) line["text"] = flags.text;
@@ -107,7 +107,7 @@ void RunBench(const BenchFlags& flags) {
   LoadEngine(*engine);
   if (!flags.json) {
     WriteOut(fmt::format("{}, {}, {} weights, {} cache, {} threads; tokens/s\n\n", engine->config().name,
-                         engine->device_name(), engine->plan().weight_types, engine->plan().kv_type,
+                         engine->device_name(), engine->memory().weight_types, engine->memory().kv_type,
                          engine->threads().num_threads()));
     WriteOut(
         fmt::format("| attention | K | test | depth | batch | best of {} | mean |{}\n|---|---|---|---|---|---|---|{}\n",

@@ -351,7 +351,7 @@ void Chat::AddDocuments(const std::string& path) {
   }
   Note("{} with your next question; with {} it has {} of {} tokens",
        count == 1 ? "the document goes" : fmt::format("{} documents go", count), count == 1 ? "it" : "them", tokens,
-       engine_->plan().context);
+       engine_->memory().context);
 }
 
 void Chat::Save(const std::string& path) const {
@@ -371,8 +371,8 @@ void Chat::Save(const std::string& path) const {
 void Chat::Load(const std::string& path) {
   std::vector<ChatMessage> messages = ReadConversation(path);
   const size_t tokens = Encode(messages).size();
-  if (tokens >= static_cast<size_t>(engine_->plan().context)) {
-    ThrowInvalid("{}: the conversation has {} tokens, the context {}", path, tokens, engine_->plan().context);
+  if (tokens >= static_cast<size_t>(engine_->memory().context)) {
+    ThrowInvalid("{}: the conversation has {} tokens, the context {}", path, tokens, engine_->memory().context);
   }
   system_ = !messages.empty() && messages.front().role == kSystem ? messages.front().content : "";
   messages_ = std::move(messages);

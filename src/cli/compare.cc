@@ -167,8 +167,8 @@ std::vector<NamedAttention> Policies(const AttentionFlags& flags, const ModelCon
   return policies;
 }
 
-CompareSpeedPlan SpeedPlan(const CompareFlags& flags, int32_t context) {
-  CompareSpeedPlan speed;
+CompareSpeedRuns SpeedRuns(const CompareFlags& flags, int32_t context) {
+  CompareSpeedRuns speed;
   speed.repeats = flags.repeats.value_or(flags.quick ? 1 : 2);
   speed.decode_tokens = flags.decode_tokens;
   if (flags.decode_tokens >= context) {
@@ -186,8 +186,8 @@ CompareSpeedPlan SpeedPlan(const CompareFlags& flags, int32_t context) {
   return speed;
 }
 
-CompareTextPlan TextPlan(const CompareFlags& flags, const Tokenizer& tokenizer, int32_t context) {
-  CompareTextPlan text;
+CompareTextRuns TextRuns(const CompareFlags& flags, const Tokenizer& tokenizer, int32_t context) {
+  CompareTextRuns text;
   text.name = flags.file.empty() ? "the built-in text" : fs::path(flags.file).filename().string();
   text.perplexity = flags.Has("perplexity");
   text.recall = flags.Has("recall");
@@ -207,8 +207,8 @@ CompareTextPlan TextPlan(const CompareFlags& flags, const Tokenizer& tokenizer, 
   return text;
 }
 
-CompareAnswersPlan AnswersPlan(const CompareFlags& flags, const ModelSource& source, const Tokenizer& tokenizer) {
-  CompareAnswersPlan answers;
+CompareAnswersRuns AnswersRuns(const CompareFlags& flags, const ModelSource& source, const Tokenizer& tokenizer) {
+  CompareAnswersRuns answers;
   answers.max_tokens = flags.answer_tokens;
   size_t longest = 0;
   for (size_t i = 0; i < flags.questions.size(); ++i) {
@@ -225,8 +225,8 @@ CompareAnswersPlan AnswersPlan(const CompareFlags& flags, const ModelSource& sou
   return answers;
 }
 
-CompareNiahPlan NiahPartPlan(const CompareFlags& flags, int32_t context) {
-  CompareNiahPlan niah;
+CompareNiahRuns NeedleRuns(const CompareFlags& flags, int32_t context) {
+  CompareNiahRuns niah;
   niah.samples = flags.samples.value_or(flags.quick ? 4 : 10);
   for (const std::string& task : flags.tasks) niah.tasks.push_back(NiahTaskFromName(task));
   std::sort(niah.tasks.begin(), niah.tasks.end());
@@ -264,12 +264,12 @@ std::string CommandLine(const CLI::App& command) {
 }
 
 // Tokens of the longest text whose contents matter: speed is the same for any.
-size_t LongestAnswered(const ComparePlan& plan) {
-  size_t longest = plan.text ? plan.text->tokens.size() : 0;
-  if (plan.answers) {
-    for (const CompareQuestion& question : plan.answers->questions) longest = std::max(longest, question.tokens.size());
+size_t LongestAnswered(const CompareRuns& runs) {
+  size_t longest = runs.text ? runs.text->tokens.size() : 0;
+  if (runs.answers) {
+    for (const CompareQuestion& question : runs.answers->questions) longest = std::max(longest, question.tokens.size());
   }
-  if (plan.niah) longest = std::max(longest, static_cast<size_t>(plan.niah->lengths.back()));
+  if (runs.niah) longest = std::max(longest, static_cast<size_t>(runs.niah->lengths.back()));
   return longest;
 }
 
@@ -280,49 +280,49 @@ void RunComparison(const CompareFlags& flags, const std::string& command_line) {
   Tokenizer tokenizer = LoadTokenizer(*source);
   const ModelConfig config = source->config();
 
-  ComparePlan plan;
-  if (flags.Has("answers") && !flags.questions.empty()) plan.answers = AnswersPlan(flags, *source, tokenizer);
-  if (flags.Has("speed")) plan.speed = SpeedPlan(flags, config.context);
-  if (flags.Has("perplexity") || flags.Has("recall")) plan.text = TextPlan(flags, tokenizer, config.context);
-  if (flags.Has("niah")) plan.niah = NiahPartPlan(flags, config.context);
+  CompareRuns runs;
+  if (flags.Has("answers") && !flags.questions.empty()) runs.answers = AnswersRuns(flags, *source, tokenizer);
+  if (flags.Has("speed")) runs.speed = SpeedRuns(flags, config.context);
+  if (flags.Has("perplexity") || flags.Has("recall")) runs.text = TextRuns(flags, tokenizer, config.context);
+  if (flags.Has("niah")) runs.niah = NeedleRuns(flags, config.context);
   if (flags.Has("flops")) {
-    plan.flops_lengths = TokenCounts(flags.flops_lengths, "compare: --flops-lengths", 1, kLongestCount, "the most");
+    runs.flops_lengths = TokenCounts(flags.flops_lengths, "compare: --flops-lengths", 1, kLongestCount, "the most");
   }
-  WarnPastTested(config, LongestAnswered(plan));
+  WarnPastTested(config, LongestAnswered(runs));
   ModelFlags model = flags.model;
-  model.context = std::max({model.context, plan.Context(), 1});
+  model.context = std::max({model.context, runs.Context(), 1});
   // One context for all parts, so that a row of the report is about one preset: the longest that is run. FLOPs are only
   // counted, and follow, unless there is nothing else.
   const int64_t preset_for =
-      plan.Context() == 0 && !plan.flops_lengths.empty() ? plan.flops_lengths.back() : model.context;
-  plan.policies = Policies(flags.attention, config, preset_for);
-  for (const std::string& sentence : SameInWords(plan.policies)) {
+      runs.Context() == 0 && !runs.flops_lengths.empty() ? runs.flops_lengths.back() : model.context;
+  runs.policies = Policies(flags.attention, config, preset_for);
+  for (const std::string& sentence : SameInWords(runs.policies)) {
     Note("compare: {} here and is measured once", sentence);
   }
 
   const std::unique_ptr<Engine> engine =
-      OpenEngine(std::move(source), std::move(tokenizer), model, plan.policies.front().attention);
+      OpenEngine(std::move(source), std::move(tokenizer), model, runs.policies.front().attention);
   std::optional<Haystack> haystack;
   std::optional<NiahPrompts> prompts;
-  if (plan.niah) {
+  if (runs.niah) {
     NiahPromptOptions options;
     options.seed = flags.seed;
     options.repeat = flags.haystack.empty();
     haystack = flags.haystack.empty() ? Haystack::BuiltIn() : Haystack(ReadText(flags.haystack), flags.haystack);
     prompts.emplace(engine->tokenizer(), &*haystack, options);
-    for (const NiahTask task : plan.niah->tasks) {
-      for (const int32_t length : plan.niah->lengths) prompts->Check(task, length);
+    for (const NiahTask task : runs.niah->tasks) {
+      for (const int32_t length : runs.niah->lengths) prompts->Check(task, length);
     }
-    plan.niah->prompts = &*prompts;
+    runs.niah->prompts = &*prompts;
   }
-  for (const NamedAttention& policy : plan.policies) engine->SetAttention(policy.attention);  // do all fit?
+  for (const NamedAttention& policy : runs.policies) engine->SetAttention(policy.attention);  // do all fit?
   LoadEngine(*engine);
 
   ProgressBar bar("comparing");
   CompareCallbacks callbacks;
   callbacks.progress = [&](double share, const std::string& what) { bar.Update(share, what); };
   callbacks.stop = WasInterrupted;
-  CompareResult result = RunCompare(*engine, plan, callbacks);
+  CompareResult result = RunCompare(*engine, runs, callbacks);
   bar.Clear();
   result.about.command = command_line;
   result.about.version = PHSA_VERSION;

@@ -171,7 +171,7 @@ std::vector<std::string> SettingsLines(const std::string& json) {
 
 // What running the model takes, by the kinds of weights and of the cache; nothing is loaded for it.
 struct Memory {
-  std::vector<std::pair<WeightsMode, WeightsPlan>> cpu;
+  std::vector<std::pair<WeightsMode, WeightsSize>> cpu;
   std::vector<std::pair<WeightsMode, uint64_t>> gpu;
   std::string no_gpu;  // why no GPU can run it; empty: one can
   // Of 1,000 tokens, by the type of keys and values; what --attention phsa adds is of 16 bits beside 8-bit ones.
@@ -183,7 +183,7 @@ Memory MemoryOf(const ModelSource& source) {
   const ModelConfig& config = source.config();
   Memory out;
   for (const WeightsMode mode : {WeightsMode::kAuto, WeightsMode::kInt8, WeightsMode::kBf16, WeightsMode::kF32}) {
-    out.cpu.emplace_back(mode, PlanWeights(source, mode));
+    out.cpu.emplace_back(mode, SizeOfWeights(source, mode));
   }
   for (const WeightsMode mode : {WeightsMode::kBf16, WeightsMode::kInt8}) {
     BackendOptions options;
@@ -216,13 +216,13 @@ void MemoryLines(const ModelSource& source, const Line& line) {
     return line("memory", fmt::format("unknown: {}", error.what()));
   }
   const char* name = "memory";
-  for (const auto& [mode, plan] : memory.cpu) {
+  for (const auto& [mode, size] : memory.cpu) {
     const std::string in_file =
-        plan.file_bytes == 0
+        size.file_bytes == 0
             ? ""
-            : fmt::format("; experts, {}, stay in the file where memory is short", BytesInWords(plan.file_bytes));
+            : fmt::format("; experts, {}, stay in the file where memory is short", BytesInWords(size.file_bytes));
     line(std::exchange(name, ""), fmt::format("weights, --weights {:<4} {:>9} ({}){}", Name(mode),
-                                              BytesInWords(plan.bytes), plan.types, in_file));
+                                              BytesInWords(size.bytes), size.types, in_file));
   }
   for (const auto& [mode, bytes] : memory.gpu) {
     line("", fmt::format("on a GPU, --weights {:<4} {:>8}", Name(mode), BytesInWords(bytes)));
@@ -242,8 +242,8 @@ Json MemoryJson(const ModelSource& source) {
     return nullptr;
   }
   Json out;
-  for (const auto& [mode, plan] : memory.cpu) {
-    out["weights"][Name(mode)] = {{"bytes", plan.bytes}, {"types", plan.types}, {"experts_in_file", plan.file_bytes}};
+  for (const auto& [mode, size] : memory.cpu) {
+    out["weights"][Name(mode)] = {{"bytes", size.bytes}, {"types", size.types}, {"experts_in_file", size.file_bytes}};
   }
   out["gpu_weights"] = Json::object();
   for (const auto& [mode, bytes] : memory.gpu) out["gpu_weights"][Name(mode)] = {{"bytes", bytes}};

@@ -59,19 +59,19 @@ std::vector<NiahTask> Tasks(const NiahFlags& flags) {
 }
 
 // "2/4": the second of four.
-void ReadShard(const std::string& text, NiahPlan& plan) {
+void ReadShard(const std::string& text, NiahRuns& runs) {
   const char* const end = text.data() + text.size();
-  const auto first = std::from_chars(text.data(), end, plan.shard);
+  const auto first = std::from_chars(text.data(), end, runs.shard);
   bool good = first.ec == std::errc{} && first.ptr != end && *first.ptr == '/';
   if (good) {
-    const auto second = std::from_chars(first.ptr + 1, end, plan.shards);
-    good = second.ec == std::errc{} && second.ptr == end && plan.shard >= 1 && plan.shard <= plan.shards;
+    const auto second = std::from_chars(first.ptr + 1, end, runs.shards);
+    good = second.ec == std::errc{} && second.ptr == end && runs.shard >= 1 && runs.shard <= runs.shards;
   }
   if (!good) ThrowInvalid("niah: --shard is {}; it takes i/n with i from 1 to n, such as 2/4", Quoted(text));
-  if (plan.shards > plan.samples) {
-    ThrowInvalid("niah: --shard is {}, and --samples only {}: some parts would have none", Quoted(text), plan.samples);
+  if (runs.shards > runs.samples) {
+    ThrowInvalid("niah: --shard is {}, and --samples only {}: some parts would have none", Quoted(text), runs.samples);
   }
-  --plan.shard;
+  --runs.shard;
 }
 
 // Policies, lambdas and K for one length: each length has its own preset, whatever else the run measures.
@@ -147,14 +147,14 @@ void Merge(const NiahFlags& flags) {
 }
 
 // The file may hold more than this command asked for.
-std::vector<const NiahRecord*> Asked(const NiahPlan& plan, const NiahRecords& records) {
+std::vector<const NiahRecord*> Asked(const NiahRuns& runs, const NiahRecords& records) {
   std::vector<const NiahRecord*> asked;
   for (const NiahRecord& record : records.all()) {
     const bool configured = std::any_of(
-        plan.configurations.begin(), plan.configurations.end(),
+        runs.configurations.begin(), runs.configurations.end(),
         [&](const NiahConfiguration& one) { return one.length == record.length && one.attention == record.attention; });
-    if (configured && record.sample < plan.samples && record.sample % plan.shards == plan.shard &&
-        std::find(plan.tasks.begin(), plan.tasks.end(), record.task) != plan.tasks.end()) {
+    if (configured && record.sample < runs.samples && record.sample % runs.shards == runs.shard &&
+        std::find(runs.tasks.begin(), runs.tasks.end(), record.task) != runs.tasks.end()) {
       asked.push_back(&record);
     }
   }
@@ -177,72 +177,59 @@ std::optional<Haystack> OpenHaystack(const NiahFlags& flags, bool essay, NiahPro
   return std::nullopt;
 }
 
-void Run(const NiahFlags& flags) {
-  if (!flags.export_file.empty() && Scoring(flags) == NiahScoring::kReferences) {
-    ThrowInvalid("niah: --export is for answers that are prefilled, not decoded; add --forced or --strict");
-  }
-  NiahPlan plan;
-  plan.tasks = Tasks(flags);
-  plan.samples = flags.samples;
-  plan.batch = flags.batch;
-  plan.scoring = Scoring(flags);
-  ReadShard(flags.shard, plan);
+NiahRuns AskedRuns(const NiahFlags& flags) {
+  NiahRuns runs;
+  runs.tasks = Tasks(flags);
+  runs.samples = flags.samples;
+  runs.batch = flags.batch;
+  runs.scoring = Scoring(flags);
+  ReadShard(flags.shard, runs);
+  return runs;
+}
+
+NiahPromptOptions PromptOptions(const NiahFlags& flags) {
   NiahPromptOptions options;
   options.language = NiahLanguageFromName(flags.language);
   options.seed = flags.seed;
   options.depths = flags.depths;
   options.random_start = flags.haystack_start == "random";
   options.repeat = flags.repeat;
+  return options;
+}
+
+// Ascending, each once.
+std::vector<int32_t> Lengths(const NiahFlags& flags) {
   std::vector<int32_t> lengths;
   for (const std::string& text : flags.lengths) lengths.push_back(TokenCount(text, "niah: --lengths", 1));
   std::sort(lengths.begin(), lengths.end());
   lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
+  return lengths;
+}
 
-  const bool essay = NeedsEssay(plan.tasks);
-  const std::optional<Haystack> haystack = OpenHaystack(flags, essay, options);
-
-  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
-  const int32_t context = lengths.back();
-  if (context > source->config().context) {
-    ThrowInvalid("niah: --lengths has {}; the model's context is {} tokens: give at most that", context,
-                 source->config().context);
-  }
-  WarnPastTested(source->config(), static_cast<size_t>(context));
+// What is asked for at each length, where settings that mean the same are one.
+std::vector<NiahConfiguration> Configurations(const NiahFlags& flags, const ModelConfig& config,
+                                              const std::vector<int32_t>& lengths) {
+  std::vector<NiahConfiguration> all;
   std::map<std::string, std::vector<std::string>> same;  // which lengths a sentence is about
   for (const int32_t length : lengths) {
-    const std::vector<NamedAttention> attentions = Attentions(flags, source->config(), length);
-    for (const NamedAttention& one : attentions) plan.configurations.push_back({length, one.attention});
+    const std::vector<NamedAttention> attentions = Attentions(flags, config, length);
+    for (const NamedAttention& one : attentions) all.push_back({length, one.attention});
     for (const std::string& sentence : SameInWords(attentions)) same[sentence].push_back(TokensLabel(length));
   }
   for (const auto& [sentence, at] : same) {
     Note("niah: {} {} and is run once", sentence,
          at.size() == lengths.size() ? "here" : fmt::format("at {}", fmt::join(at, ", ")));
   }
-  if (flags.chat) options.chat = ChooseChatTemplate(flags.chat_template, source->chat_template());
-  ModelFlags model = flags.model;
-  model.context = std::max(model.context, context);
-  model.cache_texts = plan.batch;
-  Tokenizer tokenizer = LoadTokenizer(*source);
-  const std::unique_ptr<Engine> engine =
-      OpenEngine(std::move(source), std::move(tokenizer), model, plan.configurations.front().attention);
-  const NiahPrompts prompts(engine->tokenizer(), essay ? &*haystack : nullptr, options);
-  for (const NiahTask task : plan.tasks) {
-    for (const int32_t length : lengths) prompts.Check(task, length);
-  }
-  if (flags.show_sample) {
-    WriteOut(prompts.Build(plan.tasks.front(), lengths.front(), *flags.show_sample).text + "\n");
-    return;
-  }
-  const NiahHeader header = MakeNiahHeader(*engine, plan, haystack ? &*haystack : nullptr, options);
-  if (!flags.export_file.empty()) {
-    ExportNiah(*engine, prompts, plan, header, flags.export_file);
-    return;
-  }
-  NiahRecords records;
+  return all;
+}
+
+// The answers that `records` lacks, with a progress bar.
+void Measure(const NiahFlags& flags, Engine& engine, const NiahPrompts& prompts, const NiahRuns& runs,
+             const NiahHeader& header, NiahRecords& records) {
   std::optional<NiahWriter> writer;
   if (!flags.out.empty()) writer.emplace(flags.out, header, records);
-  for (const NiahConfiguration& one : plan.configurations) engine->SetAttention(one.attention);  // do all fit?
-  LoadEngine(*engine);
+  for (const NiahConfiguration& one : runs.configurations) engine.SetAttention(one.attention);  // do all fit?
+  LoadEngine(engine);
 
   ProgressBar bar("needles");
   NiahCallbacks callbacks;
@@ -253,13 +240,55 @@ void Run(const NiahFlags& flags) {
     if (writer) writer->Append(record);
   };
   callbacks.stop = WasInterrupted;
-  const bool done = RunNiah(*engine, prompts, plan, records, callbacks);
+  const bool done = RunNiah(engine, prompts, runs, records, callbacks);
   bar.Clear();
   if (!done) {
     if (writer) Note("what is done is in {}; the same command goes on from there", flags.out);
     throw Interrupted{};
   }
-  Print(flags, Asked(plan, records), header);
+}
+
+void Run(const NiahFlags& flags) {
+  if (!flags.export_file.empty() && Scoring(flags) == NiahScoring::kReferences) {
+    ThrowInvalid("niah: --export is for answers that are prefilled, not decoded; add --forced or --strict");
+  }
+  NiahRuns runs = AskedRuns(flags);
+  NiahPromptOptions options = PromptOptions(flags);
+  const std::vector<int32_t> lengths = Lengths(flags);
+  const bool essay = NeedsEssay(runs.tasks);
+  const std::optional<Haystack> haystack = OpenHaystack(flags, essay, options);
+
+  std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
+  const int32_t context = lengths.back();
+  if (context > source->config().context) {
+    ThrowInvalid("niah: --lengths has {}; the model's context is {} tokens: give at most that", context,
+                 source->config().context);
+  }
+  WarnPastTested(source->config(), static_cast<size_t>(context));
+  runs.configurations = Configurations(flags, source->config(), lengths);
+  if (flags.chat) options.chat = ChooseChatTemplate(flags.chat_template, source->chat_template());
+  ModelFlags model = flags.model;
+  model.context = std::max(model.context, context);
+  model.cache_texts = runs.batch;
+  Tokenizer tokenizer = LoadTokenizer(*source);
+  const std::unique_ptr<Engine> engine =
+      OpenEngine(std::move(source), std::move(tokenizer), model, runs.configurations.front().attention);
+  const NiahPrompts prompts(engine->tokenizer(), essay ? &*haystack : nullptr, options);
+  for (const NiahTask task : runs.tasks) {
+    for (const int32_t length : lengths) prompts.Check(task, length);
+  }
+  if (flags.show_sample) {
+    WriteOut(prompts.Build(runs.tasks.front(), lengths.front(), *flags.show_sample).text + "\n");
+    return;
+  }
+  const NiahHeader header = MakeNiahHeader(*engine, runs, haystack ? &*haystack : nullptr, options);
+  if (!flags.export_file.empty()) {
+    ExportNiah(*engine, prompts, runs, header, flags.export_file);
+    return;
+  }
+  NiahRecords records;
+  Measure(flags, *engine, prompts, runs, header, records);
+  Print(flags, Asked(runs, records), header);
 }
 
 }  // namespace

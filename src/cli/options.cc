@@ -259,9 +259,9 @@ std::unique_ptr<Engine> OpenEngine(std::unique_ptr<ModelSource> source, Tokenize
          cores);
   }
   if (!engine->device().note.empty()) Note("{}", engine->device().note);
-  Note("{}", engine->plan().Text());
-  if (flags.context == 0 && engine->plan().context < engine->config().context) {
-    Note("context: {} of the model's {} tokens, as many as fit into memory", engine->plan().context,
+  Note("{}", engine->memory().Text());
+  if (flags.context == 0 && engine->memory().context < engine->config().context) {
+    Note("context: {} of the model's {} tokens, as many as fit into memory", engine->memory().context,
          engine->config().context);
   }
   return engine;

@@ -65,7 +65,8 @@ GenerateOptions SamplingOptions(const SamplingFlags& flags, const ModelConfig& c
 
 // `model`: a path or a name; `adapter`: a folder, or none.
 std::unique_ptr<ModelSource> OpenModel(const std::string& model, const std::string& adapter = "");
-// Prints the memory plan and refuses what does not fit. LoadEngine has a progress bar; Ctrl-C throws Interrupted.
+// Prints the memory that it needs and refuses what does not fit. LoadEngine has a progress bar; Ctrl-C throws
+// Interrupted.
 std::unique_ptr<Engine> OpenEngine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const ModelFlags& flags,
                                    const LayerSettings& attention);
 void LoadEngine(Engine& engine);

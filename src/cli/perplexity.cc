@@ -54,8 +54,8 @@ void PrintJson(const PerplexityFlags& flags, const Engine& engine, const Perplex
                {"attention", Name(attention.base.policy)},
                {"read_share", result.tokens_read.share()},
                {"sparsity", BudgetSparsity(attention, engine.config().num_layers, result.tokens)},
-               {"weights", engine.plan().weight_types},
-               {"kv_type", engine.plan().kv_type},
+               {"weights", engine.memory().weight_types},
+               {"kv_type", engine.memory().kv_type},
                {"device", engine.device_name()},
                {"seconds", result.seconds}};
   AddBudget(attention.base, &line);
@@ -68,8 +68,8 @@ void PrintJson(const PerplexityFlags& flags, const Engine& engine, const Perplex
 }
 
 void PrintHeader(const PerplexityFlags& flags, const Engine& engine, size_t tokens) {
-  WriteOut(fmt::format("{}, {} weights, {} cache, {} tokens\n\n", engine.config().name, engine.plan().weight_types,
-                       engine.plan().kv_type, tokens));
+  WriteOut(fmt::format("{}, {} weights, {} cache, {} tokens\n\n", engine.config().name, engine.memory().weight_types,
+                       engine.memory().kv_type, tokens));
   WriteOut(fmt::format("| attention | K | perplexity | loss |{} read share | sparsity | tokens/s |\n",
                        flags.recall ? " recall | recall, sparse queries |" : ""));
   WriteOut(fmt::format("|---|---|---|---|{}---|---|---|\n", flags.recall ? "---|---|" : ""));

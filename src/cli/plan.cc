@@ -8,7 +8,7 @@
 #include "cli/commands.h"
 #include "cli/options.h"
 #include "cli/terminal.h"
-#include "engine/serving_plan.h"
+#include "engine/serving_needs.h"
 #include "model/kv_cache.h"
 
 namespace phsa::cli {
@@ -24,13 +24,13 @@ struct PlanFlags {
   AttentionFlags attention;
 };
 
-Json ToJson(const ServingPlan& plan) {
-  return {{"weights", plan.weights},
-          {"key_values", plan.key_values},
-          {"representatives", plan.representatives},
-          {"read_key_values", plan.read_key_values},
-          {"read_representatives", plan.read_representatives},
-          {"texts", plan.texts}};
+Json ToJson(const ServingNeeds& needs) {
+  return {{"weights", needs.weights},
+          {"key_values", needs.key_values},
+          {"representatives", needs.representatives},
+          {"read_key_values", needs.read_key_values},
+          {"read_representatives", needs.read_representatives},
+          {"texts", needs.texts}};
 }
 
 void RunPlan(const PlanFlags& flags) {
@@ -55,7 +55,8 @@ void RunPlan(const PlanFlags& flags) {
   options.weight_dtype = KvTypeFromName(flags.weights);
   const LayerSettings attention = AttentionSettings(flags.attention, config, options.context).front();
   const LayerSettings dense{DenseSettings(), {}};
-  const ServingPlan full = PlanServing(*source, dense, options), sparse = PlanServing(*source, attention, options);
+  const ServingNeeds full = NeedsOfServing(*source, dense, options),
+                     sparse = NeedsOfServing(*source, attention, options);
   const uint64_t full_read = full.read_key_values, sparse_read = sparse.read_key_values + sparse.read_representatives;
   if (flags.json) {
     Json out{{"model", config.name},     {"context", options.context},   {"gpus", flags.gpus},
@@ -80,8 +81,8 @@ void RunPlan(const PlanFlags& flags) {
   line("read of a text for its next token", bytes(full_read), bytes(sparse_read));
   line("texts that fit at once", fmt::format("{}", full.texts), fmt::format("{}", sparse.texts));
   if (full.texts > 0 && sparse.texts > 0) {
-    const auto step = [&](const ServingPlan& plan, uint64_t read) {
-      return plan.weights + read * static_cast<uint64_t>(sparse.texts);
+    const auto step = [&](const ServingNeeds& needs, uint64_t read) {
+      return needs.weights + read * static_cast<uint64_t>(sparse.texts);
     };
     line(fmt::format("read for a token of each of {} texts, and weights", sparse.texts).c_str(),
          bytes(step(full, full_read)), bytes(step(sparse, sparse_read)));

@@ -170,29 +170,29 @@ std::vector<server::ServedModel> NamesOf(const ServeFlags& flags, const Served& 
 
 server::ModelSpec SpecOf(const ServeFlags& flags, Served served, std::unique_ptr<Engine> opened, bool first,
                          const server::WorkerOptions& worker, server::Metrics& metrics) {
-  const MemoryPlan& plan = opened->plan();
+  const MemoryNeeds& memory = opened->memory();
   server::ModelSpec spec;
-  spec.memory = plan.total();
+  spec.memory = memory.total();
   spec.metrics = &metrics;
   const std::optional<ChatTemplate> chat = TemplateFor(flags, *opened);
   for (const server::ServedModel& name : NamesOf(flags, served, chat, *opened)) {
     const ModelConfig config = opened->ConfigOf(name.adapter);
     const std::optional<int32_t> tested = TestedTokens(config);
     const LayerSettings settings =
-        name.adapter == 0 ? opened->options().attention : ResolveAttention(name.attention, config, plan.context);
+        name.adapter == 0 ? opened->options().attention : ResolveAttention(name.attention, config, memory.context);
     const SamplerSettings sampling = ResolveSampling({}, config);
     Json& one = spec.descriptions.emplace_back();
     one = {{"id", name.id},
            {"object", "model"},
            {"owned_by", "phsa"},
-           {"max_model_len", plan.context},
+           {"max_model_len", memory.context},
            {"phsa",
             {{"attention", Name(settings.base.policy)},
              {"settings", Json::parse(SettingsToJson(settings))},
-             {"device", plan.gpu.empty() ? "cpu" : plan.gpu},
-             {"weights", plan.weight_types},
-             {"kv_type", plan.kv_type},
-             {"cache_tokens", plan.cache_tokens},
+             {"device", memory.gpu.empty() ? "cpu" : memory.gpu},
+             {"weights", memory.weight_types},
+             {"kv_type", memory.kv_type},
+             {"cache_tokens", memory.cache_tokens},
              {"sampling",
               {{"temperature", server::Rounded(sampling.temperature)},
                {"top_k", sampling.top_k},
@@ -204,9 +204,9 @@ server::ModelSpec SpecOf(const ServeFlags& flags, Served served, std::unique_ptr
              {"chat_template", name.chat_template ? Json(name.chat_template->name()) : Json()}}}};
     if (name.adapter > 0) one["parent"] = served.id;
   }
-  // The room that was planned now is what it takes later, whoever else is there then.
-  served.model.context = plan.context;
-  served.model.cache_tokens = plan.cache_tokens;
+  // The room that was counted now is what it takes later, whoever else is there then.
+  served.model.context = memory.context;
+  served.model.cache_tokens = memory.cache_tokens;
   if (!first) opened.reset();
   spec.load = [&flags, served = std::move(served), chat, worker, &metrics,
                ready = std::make_shared<std::unique_ptr<Engine>>(std::move(opened))] {
@@ -250,8 +250,8 @@ void RunServe(const ServeFlags& flags) {
   for (Served& one : models) {
     std::unique_ptr<Engine> engine = OpenServed(flags, one);
     CheckSpeculation(*engine, flags.worker.speculation);
-    if (pool.memory == 0) pool.memory = engine->plan().available;
-    context = std::max(context, engine->plan().context);
+    if (pool.memory == 0) pool.memory = engine->memory().available;
+    context = std::max(context, engine->memory().context);
     specs.push_back(SpecOf(flags, one, std::move(engine), specs.empty(), worker, metrics.emplace_back(one.id)));
   }
   if (flags.keep_alive || models.size() > 1) {
@@ -287,6 +287,84 @@ void RunServe(const ServeFlags& flags) {
   http.Run();
 }
 
+void AddLimitFlags(CLI::App& command, ServeFlags& flags) {
+  const std::string limits = "Limits";
+  command.add_option("--parallel", flags.worker.max_running, "answers that are decoded at the same time")
+      ->check(CLI::Range(1, 1024))
+      ->capture_default_str()
+      ->group(limits);
+  command.add_option("--queue", flags.worker.max_waiting, "answers that may wait; more are refused (429)")
+      ->check(CLI::Range(0, 1 << 20))
+      ->capture_default_str()
+      ->group(limits);
+  command
+      .add_option("--cache-tokens", flags.model.cache_tokens,
+                  "tokens that the KV cache holds, of all texts together; 0: four contexts, or what fits into memory")
+      ->group(limits);
+  command
+      .add_option("--cache-dir", flags.cache_folder,
+                  "a folder that keeps the KV cache of long texts (1,024 tokens and more), so that they need no "
+                  "prefill after a restart")
+      ->group(limits);
+  command.add_option("--cache-size", flags.cache_gigabytes, "GiB that the folder may take; what is oldest goes first")
+      ->check(CLI::Range(0.0, 1e6))
+      ->capture_default_str()
+      ->group(limits);
+  command.add_option("--max-connections", flags.server.max_connections, "open connections")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str()
+      ->group(limits);
+  command
+      .add_option("--max-body", flags.server.max_body_bytes,
+                  "bytes of a request's body; 0: 64 for each token of context, at least 4 MiB")
+      ->group(limits);
+  command.add_option("--max-header", flags.server.max_header_bytes, "bytes of a request's header")
+      ->check(CLI::Range(1024, 1 << 20))
+      ->capture_default_str()
+      ->group(limits);
+  command.add_option("--http-threads", flags.server.threads, "threads for HTTP, JSON and chat templates")
+      ->check(CLI::Range(1, 64))
+      ->capture_default_str()
+      ->group(limits);
+  const auto seconds = [&](const char* name, double& value, const char* help) {
+    command.add_option(name, value, help)->check(CLI::Range(0.01, 86400.0))->capture_default_str()->group(limits);
+  };
+  seconds("--header-timeout", flags.header_timeout,
+          "seconds until a request's header, and a TLS handshake, must be there");
+  seconds("--body-timeout", flags.body_timeout, "seconds until its body must be there");
+  seconds("--idle-timeout", flags.idle_timeout, "seconds that a connection may wait between requests");
+  seconds("--write-timeout", flags.write_timeout, "seconds that a client may take to read what it is sent");
+  command
+      .add_option("--keep-alive", flags.keep_alive,
+                  "seconds after which a model that nobody asks for leaves memory (300 where several are served, else "
+                  "never)")
+      ->check(CLI::Range(0.1, 1e7))
+      ->group(limits);
+  seconds("--grace", flags.grace, "seconds that answers have to end when the server is to stop");
+}
+
+void AddAccessFlags(CLI::App& command, ServeFlags& flags) {
+  const std::string access = "Access";
+  command.add_option("--api-key", flags.service.api_key, "the key that clients must send")->group(access);
+  command.add_option("--api-key-file", flags.api_key_file, "a file with that key, which other users cannot see")
+      ->group(access);
+  command
+      .add_option("--allow-host", flags.service.hosts,
+                  "another name under which a server without a key answers; may be given several times")
+      ->allow_extra_args(false)
+      ->delimiter(',')
+      ->group(access);
+  command
+      .add_option("--tls-cert", flags.tls_cert, "the server's certificate in PEM, with its chain: HTTPS, and no HTTP")
+      ->group(access);
+  command.add_option("--tls-key", flags.tls_key, "the certificate's private key in PEM, without a pass phrase")
+      ->group(access);
+  command.add_option("--cors", flags.service.cors_origin, "an origin whose pages may use the server, or *")
+      ->group(access);
+  command.add_option("--log-file", flags.log_file, "a file for the access log; -: standard error; none: no log")
+      ->group(access);
+}
+
 }  // namespace
 
 void AddServeCommand(CLI::App& app) {
@@ -319,78 +397,8 @@ void AddServeCommand(CLI::App& app) {
       ->check(CLI::Range(1, 1 << 30))
       ->capture_default_str();
   AddSpeculateFlag(*command, flags->speculate);
-  const std::string limits = "Limits";
-  command->add_option("--parallel", flags->worker.max_running, "answers that are decoded at the same time")
-      ->check(CLI::Range(1, 1024))
-      ->capture_default_str()
-      ->group(limits);
-  command->add_option("--queue", flags->worker.max_waiting, "answers that may wait; more are refused (429)")
-      ->check(CLI::Range(0, 1 << 20))
-      ->capture_default_str()
-      ->group(limits);
-  command
-      ->add_option("--cache-tokens", flags->model.cache_tokens,
-                   "tokens that the KV cache holds, of all texts together; 0: four contexts, or what fits into memory")
-      ->group(limits);
-  command
-      ->add_option("--cache-dir", flags->cache_folder,
-                   "a folder that keeps the KV cache of long texts (1,024 tokens and more), so that they need no "
-                   "prefill after a restart")
-      ->group(limits);
-  command->add_option("--cache-size", flags->cache_gigabytes, "GiB that the folder may take; what is oldest goes first")
-      ->check(CLI::Range(0.0, 1e6))
-      ->capture_default_str()
-      ->group(limits);
-  command->add_option("--max-connections", flags->server.max_connections, "open connections")
-      ->check(CLI::Range(1, 1 << 20))
-      ->capture_default_str()
-      ->group(limits);
-  command
-      ->add_option("--max-body", flags->server.max_body_bytes,
-                   "bytes of a request's body; 0: 64 for each token of context, at least 4 MiB")
-      ->group(limits);
-  command->add_option("--max-header", flags->server.max_header_bytes, "bytes of a request's header")
-      ->check(CLI::Range(1024, 1 << 20))
-      ->capture_default_str()
-      ->group(limits);
-  command->add_option("--http-threads", flags->server.threads, "threads for HTTP, JSON and chat templates")
-      ->check(CLI::Range(1, 64))
-      ->capture_default_str()
-      ->group(limits);
-  const auto seconds = [&](const char* name, double& value, const char* help) {
-    command->add_option(name, value, help)->check(CLI::Range(0.01, 86400.0))->capture_default_str()->group(limits);
-  };
-  seconds("--header-timeout", flags->header_timeout,
-          "seconds until a request's header, and a TLS handshake, must be there");
-  seconds("--body-timeout", flags->body_timeout, "seconds until its body must be there");
-  seconds("--idle-timeout", flags->idle_timeout, "seconds that a connection may wait between requests");
-  seconds("--write-timeout", flags->write_timeout, "seconds that a client may take to read what it is sent");
-  command
-      ->add_option("--keep-alive", flags->keep_alive,
-                   "seconds after which a model that nobody asks for leaves memory (300 where several are served, else "
-                   "never)")
-      ->check(CLI::Range(0.1, 1e7))
-      ->group(limits);
-  seconds("--grace", flags->grace, "seconds that answers have to end when the server is to stop");
-  const std::string access = "Access";
-  command->add_option("--api-key", flags->service.api_key, "the key that clients must send")->group(access);
-  command->add_option("--api-key-file", flags->api_key_file, "a file with that key, which other users cannot see")
-      ->group(access);
-  command
-      ->add_option("--allow-host", flags->service.hosts,
-                   "another name under which a server without a key answers; may be given several times")
-      ->allow_extra_args(false)
-      ->delimiter(',')
-      ->group(access);
-  command
-      ->add_option("--tls-cert", flags->tls_cert, "the server's certificate in PEM, with its chain: HTTPS, and no HTTP")
-      ->group(access);
-  command->add_option("--tls-key", flags->tls_key, "the certificate's private key in PEM, without a pass phrase")
-      ->group(access);
-  command->add_option("--cors", flags->service.cors_origin, "an origin whose pages may use the server, or *")
-      ->group(access);
-  command->add_option("--log-file", flags->log_file, "a file for the access log; -: standard error; none: no log")
-      ->group(access);
+  AddLimitFlags(*command, *flags);
+  AddAccessFlags(*command, *flags);
   AddAttentionFlags(*command, flags->attention);
   command->callback([flags] {
     flags->worker.speculation = SpeculationFromName(flags->speculate);

@@ -86,22 +86,25 @@ fs::path RecordsBeside(const fs::path& out) {
   return path;
 }
 
-void Run(const TuneFlags& flags, const std::string& command) {
-  const auto start = std::chrono::steady_clock::now();
-  TuneOptions options = Options(flags);
-  const std::vector<NiahTask> tasks = Tasks(flags);
-  NiahPromptOptions prompt_options;
-  prompt_options.language = NiahLanguageFromName(flags.language);
-  prompt_options.seed = flags.seed;
-  prompt_options.repeat = flags.repeat;
-  if (flags.haystack.empty() && prompt_options.language == NiahLanguage::kChinese) {
+// The text that needles are hidden in; prompts say in `options` whether it may be repeated.
+Haystack OpenHaystack(const TuneFlags& flags, const NiahPromptOptions& options) {
+  if (!flags.haystack.empty()) return Haystack(ReadText(flags.haystack), flags.haystack);
+  if (options.language == NiahLanguage::kChinese) {
     ThrowInvalid("tune: the built-in haystack is English; give a Chinese text with --haystack FILE");
   }
-  if (flags.haystack.empty()) prompt_options.repeat = true;
-  const Haystack haystack =
-      flags.haystack.empty() ? Haystack::BuiltIn() : Haystack(ReadText(flags.haystack), flags.haystack);
-  const std::string prose = flags.prose.empty() ? Joined(haystack.sentences()) : ReadText(flags.prose);
+  return Haystack::BuiltIn();
+}
 
+NiahPromptOptions PromptOptions(const TuneFlags& flags) {
+  NiahPromptOptions options;
+  options.language = NiahLanguageFromName(flags.language);
+  options.seed = flags.seed;
+  options.repeat = flags.repeat || flags.haystack.empty();
+  return options;
+}
+
+// The engine for texts of options.length, which learns from it how many layers there are and what its device takes.
+std::unique_ptr<Engine> OpenModelToTune(const TuneFlags& flags, TuneOptions& options) {
   std::unique_ptr<ModelSource> source = OpenModel(flags.model.model, flags.model.adapter);
   if (options.length > source->config().context) {
     ThrowInvalid("tune: --length is {}; the model's context is {} tokens: give at most that", options.length,
@@ -113,9 +116,80 @@ void Run(const TuneFlags& flags, const std::string& command) {
   model.context = options.length;
   model.cache_texts = std::max(1, flags.batch);
   Tokenizer tokenizer = LoadTokenizer(*source);
-  LayerSettings attention{options.base, {}};
-  const std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, attention);
+  std::unique_ptr<Engine> engine = OpenEngine(std::move(source), std::move(tokenizer), model, {options.base, {}});
   if (engine->device().device == PHSA_DEVICE_CUDA) options.max_top_k = 64;  // the kernels'
+  return engine;
+}
+
+TuneAbout About(const TuneOptions& options, const ModelConfig& config, const std::vector<NiahTask>& tasks) {
+  TuneAbout about;
+  about.model = config.name;
+  about.budget = options.budget;
+  about.length = options.length;
+  about.samples = options.samples;
+  about.num_layers = options.num_layers;
+  about.tasks = tasks;
+  return about;
+}
+
+// Whether the engine can run some settings; the reason why it cannot is told once.
+class FitCheck {
+ public:
+  explicit FitCheck(Engine& engine) : engine_(engine) {}
+  bool operator()(const LayerSettings& attention) {
+    try {
+      engine_.SetAttention(attention);
+      return true;
+    } catch (const Error& error) {
+      if (std::find(told_.begin(), told_.end(), error.message()) == told_.end()) {
+        told_.emplace_back(error.message());
+        Note("tune: not tried here: {}", error.message());
+      }
+      return false;
+    }
+  }
+
+ private:
+  Engine& engine_;
+  std::vector<std::string> told_;
+};
+
+// Where results go. Places that cannot be written to are told before the work.
+struct Outputs {
+  explicit Outputs(const TuneFlags& flags) : settings(flags.out), records(RecordsBeside(flags.out)) {
+    if (!flags.report.empty()) report.emplace(flags.report);
+  }
+  NewFile settings;
+  std::optional<NewFile> report;
+  fs::path records;
+};
+
+void Tell(const TuneFlags& flags, const TuneAbout& about, const TuneResult& result, const NiahRecords& records,
+          const ModelSource& source, Outputs& outputs) {
+  const std::vector<TuneRow> rows = TuneRows(about, result, records);
+  nlohmann::ordered_json settings = nlohmann::ordered_json::parse(SettingsToJson(result.best));
+  settings["tested_tokens"] = about.length;
+  outputs.settings.Write(settings.dump(2) + "\n");
+  outputs.settings.Keep();
+  if (outputs.report) {
+    outputs.report->Write(TuneHtml(about, rows));
+    outputs.report->Keep();
+  }
+  if (flags.install) InstallSettings(source, settings.dump());
+  WriteOut(flags.json ? TuneJson(about, rows).dump() + "\n" : TuneTable(about, rows));
+  Note("{}", TuneInWords(about, rows));
+  Note("the settings are in {}: every command takes them with --phsa-config{}", flags.out,
+       flags.install ? "; the model carries them, and --attention auto uses them" : "");
+}
+
+void Run(const TuneFlags& flags, const std::string& command) {
+  const auto start = std::chrono::steady_clock::now();
+  TuneOptions options = Options(flags);
+  const std::vector<NiahTask> tasks = Tasks(flags);
+  const NiahPromptOptions prompt_options = PromptOptions(flags);
+  const Haystack haystack = OpenHaystack(flags, prompt_options);
+  const std::string prose = flags.prose.empty() ? Joined(haystack.sentences()) : ReadText(flags.prose);
+  const std::unique_ptr<Engine> engine = OpenModelToTune(flags, options);
   const NiahPrompts prompts(engine->tokenizer(), &haystack, prompt_options);
   for (const NiahTask task : tasks) prompts.Check(task, options.length);
 
@@ -123,22 +197,12 @@ void Run(const TuneFlags& flags, const std::string& command) {
                                                            flags.seed, options.length, WindowsFor(options.samples));
   const std::string prose_name = flags.prose.empty() ? haystack.name() : flags.prose;
   if (windows.empty()) Note("tune: {} is too short to measure perplexity with", prose_name);
-  TuneAbout about;
-  about.model = engine->config().name;
+  TuneAbout about = About(options, engine->config(), tasks);
   about.command = command;
   about.prose = windows.empty() ? "" : prose_name;
-  about.budget = options.budget;
-  about.length = options.length;
-  about.samples = options.samples;
-  about.num_layers = options.num_layers;
   about.seed = flags.seed;
-  about.tasks = tasks;
 
-  // Places that cannot be written to are told before the work.
-  NewFile out(flags.out);
-  std::optional<NewFile> report;
-  if (!flags.report.empty()) report.emplace(flags.report);
-  const fs::path records_path = RecordsBeside(flags.out);
+  Outputs outputs(flags);
   NiahRecords records;
   std::optional<NiahWriter> writer;
   ProgressBar bar("tuning");
@@ -149,51 +213,26 @@ void Run(const TuneFlags& flags, const std::string& command) {
   meter_callbacks.prose = [&](const NiahProse& one) { writer->Append(one); };
   meter_callbacks.stop = WasInterrupted;
   TuneMeter meter(*engine, prompts, tasks, options.length, std::move(windows), records, meter_callbacks);
-  NiahPlan plan = meter.PlanFor({&attention, 1}, options.samples);
-  NiahHeader header = MakeNiahHeader(*engine, plan, &haystack, prompt_options);
+  const LayerSettings first{options.base, {}};
+  NiahHeader header = MakeNiahHeader(*engine, meter.RunsFor({&first, 1}, options.samples), &haystack, prompt_options);
   header["prose"] = Hash(prose);  // a window is told by its number; with more samples the first ones stay
-  writer.emplace(records_path, header, records);
+  writer.emplace(outputs.records, header, records);
   LoadEngine(*engine);
 
-  std::vector<std::string> unfit;
   TuneCallbacks callbacks;
   callbacks.measure = [&](std::span<const LayerSettings> all, int32_t samples) { return meter.Measure(all, samples); };
-  callbacks.fits = [&](const LayerSettings& one) {
-    try {
-      engine->SetAttention(one);
-      return true;
-    } catch (const Error& error) {
-      if (std::find(unfit.begin(), unfit.end(), error.message()) == unfit.end()) {
-        unfit.emplace_back(error.message());
-        Note("tune: not tried here: {}", error.message());
-      }
-      return false;
-    }
-  };
+  callbacks.fits = FitCheck(*engine);
   callbacks.round = [&](const std::string& stage, size_t candidates, int32_t samples) {
     round = fmt::format("{}: {} settings, {} samples of {} tasks", stage, candidates, samples, tasks.size());
   };
   const std::optional<TuneResult> result = Tune(options, callbacks);
   bar.Clear();
   if (!result) {
-    Note("what is done is in {}; the same command goes on from there", records_path.string());
+    Note("what is done is in {}; the same command goes on from there", outputs.records.string());
     throw Interrupted{};
   }
   about.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  const std::vector<TuneRow> rows = TuneRows(about, *result, records);
-  nlohmann::ordered_json settings = nlohmann::ordered_json::parse(SettingsToJson(result->best));
-  settings["tested_tokens"] = options.length;
-  out.Write(settings.dump(2) + "\n");
-  out.Keep();
-  if (report) {
-    report->Write(TuneHtml(about, rows));
-    report->Keep();
-  }
-  if (flags.install) InstallSettings(engine->source(), settings.dump());
-  WriteOut(flags.json ? TuneJson(about, rows).dump() + "\n" : TuneTable(about, rows));
-  Note("{}", TuneInWords(about, rows));
-  Note("the settings are in {}: every command takes them with --phsa-config{}", flags.out,
-       flags.install ? "; the model carries them, and --attention auto uses them" : "");
+  Tell(flags, about, *result, records, engine->source(), outputs);
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ const char* Name(StopReason reason) {
 }
 
 void CheckPrompt(const Engine& engine, std::span<const int32_t> prompt) {
-  const int32_t context = engine.plan().context;
+  const int32_t context = engine.memory().context;
   if (prompt.empty()) ThrowInvalid("the prompt has no tokens; give some text");
   if (prompt.size() >= static_cast<size_t>(context)) {
     ThrowInvalid("the prompt has {} tokens, and the context holds {} with at least one for the answer; {}",
@@ -139,7 +139,7 @@ std::optional<StopReason> Answer::TakeToken(int32_t length) {
   if (stops_.stopped()) return StopReason::kStopString;
   if (grammar_ != nullptr && grammar_->MustEnd()) return StopReason::kEndOfText;
   if (options_.stop_loops && repetition_.Next(result_.tokens)) return StopReason::kLoop;
-  if (length >= engine_.plan().context) return StopReason::kContextFull;
+  if (length >= engine_.memory().context) return StopReason::kContextFull;
   // The last token that is asked for need not be read.
   if (result_.tokens.size() == max_tokens) return StopReason::kMaxTokens;
   return std::nullopt;

@@ -66,42 +66,43 @@ size_t RepresentativeRoom(const ModelConfig& config, const EngineOptions& option
   return room;
 }
 
-MemoryPlan MakePlan(const ModelSource& source, const EngineOptions& options, const DeviceChoice& device,
-                    const BackendOptions& backend, int32_t num_threads) {
+MemoryNeeds MemoryFor(const ModelSource& source, const EngineOptions& options, const DeviceChoice& device,
+                      const BackendOptions& backend, int32_t num_threads) {
   const ModelConfig& config = source.config();
   const int32_t kv_dtype = backend.kv_dtype;
   const bool on_gpu = device.device == PHSA_DEVICE_CUDA;
   const PageLayout layout(config, options.attention, kv_dtype, RepresentativeRoom(config, options, kv_dtype));
   const BackendSizes sizes = on_gpu ? cuda::Sizes(source, backend) : CpuBackendSizes(source, backend, num_threads);
-  MemoryPlan plan;
-  if (on_gpu) plan.gpu = cuda::Devices()[static_cast<size_t>(device.index)].name;
-  plan.weights = sizes.weights;
-  plan.weight_types = sizes.weight_types;
-  plan.kv_type = DtypeName(kv_dtype);
-  plan.workspace = sizes.workspace;
-  plan.available = sizes.available;
-  plan.context = options.context;
-  plan.cache_tokens = options.cache_tokens;
-  if (plan.context == 0 && plan.cache_tokens > 0) plan.context = std::min(config.context, plan.cache_tokens);
-  if (plan.context == 0) {
-    const uint64_t fixed = plan.weights + plan.workspace;
-    const uint64_t pages = plan.available > fixed ? (plan.available - fixed) / layout.page_bytes : 0;
-    plan.context = static_cast<int32_t>(std::min<uint64_t>(static_cast<uint64_t>(config.context), pages * kPageTokens));
-    plan.context = std::max(plan.context, kPageTokens);  // CheckFits says the rest
+  MemoryNeeds needs;
+  if (on_gpu) needs.gpu = cuda::Devices()[static_cast<size_t>(device.index)].name;
+  needs.weights = sizes.weights;
+  needs.weight_types = sizes.weight_types;
+  needs.kv_type = DtypeName(kv_dtype);
+  needs.workspace = sizes.workspace;
+  needs.available = sizes.available;
+  needs.context = options.context;
+  needs.cache_tokens = options.cache_tokens;
+  if (needs.context == 0 && needs.cache_tokens > 0) needs.context = std::min(config.context, needs.cache_tokens);
+  if (needs.context == 0) {
+    const uint64_t fixed = needs.weights + needs.workspace;
+    const uint64_t pages = needs.available > fixed ? (needs.available - fixed) / layout.page_bytes : 0;
+    needs.context =
+        static_cast<int32_t>(std::min<uint64_t>(static_cast<uint64_t>(config.context), pages * kPageTokens));
+    needs.context = std::max(needs.context, kPageTokens);  // CheckFits says the rest
   }
-  if (plan.cache_tokens == 0) {
+  if (needs.cache_tokens == 0) {
     // One text whatever there is: CheckFits says the rest.
-    const uint64_t fixed = plan.weights + plan.workspace;
-    const uint64_t room = plan.available > fixed ? (plan.available - fixed) / layout.page_bytes * kPageTokens : 0;
-    const int32_t texts = options.cache_texts > 0 ? options.cache_texts : std::max(1, backend.max_rows / plan.context);
-    const uint64_t wanted = static_cast<uint64_t>(plan.context) * static_cast<uint64_t>(texts);
+    const uint64_t fixed = needs.weights + needs.workspace;
+    const uint64_t room = needs.available > fixed ? (needs.available - fixed) / layout.page_bytes * kPageTokens : 0;
+    const int32_t texts = options.cache_texts > 0 ? options.cache_texts : std::max(1, backend.max_rows / needs.context);
+    const uint64_t wanted = static_cast<uint64_t>(needs.context) * static_cast<uint64_t>(texts);
     const uint64_t most = std::min<uint64_t>({wanted, room, INT32_MAX - kPageTokens});
-    plan.cache_tokens = std::max(plan.context, static_cast<int32_t>(most));
+    needs.cache_tokens = std::max(needs.context, static_cast<int32_t>(most));
   }
-  const auto pages = uint64_t{PagesFor(static_cast<size_t>(plan.cache_tokens))};
-  plan.representatives = pages * layout.representative_bytes;
-  plan.key_values = pages * (layout.page_bytes - layout.representative_bytes);
-  return plan;
+  const auto pages = uint64_t{PagesFor(static_cast<size_t>(needs.cache_tokens))};
+  needs.representatives = pages * layout.representative_bytes;
+  needs.key_values = pages * (layout.page_bytes - layout.representative_bytes);
+  return needs;
 }
 
 }  // namespace
@@ -171,18 +172,18 @@ Engine::Engine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const E
   }
   CheckAttention(options_.attention, model);
   punctuation_ = PunctuationFlags(options_.attention);
-  const auto plan = [&](bool experts_in_file) {
+  const auto needs = [&](bool experts_in_file) {
     backend_options_.experts_in_file = experts_in_file;
-    return MakePlan(*source_, options_, device_, backend_options_, threads_.num_threads());
+    return MemoryFor(*source_, options_, device_, backend_options_, threads_.num_threads());
   };
-  plan_ = plan(false);
+  memory_ = needs(false);
   // A copy of all experts is faster, where there is room for it and for a text of some length.
   constexpr int32_t kSomeLength = 4096;
-  if (!Fits(plan_) || (options_.context == 0 && plan_.context < std::min(model.context, kSomeLength))) {
-    plan_ = plan(true);
+  if (!Fits(memory_) || (options_.context == 0 && memory_.context < std::min(model.context, kSomeLength))) {
+    memory_ = needs(true);
   }
-  CheckFits(plan_);
-  source_->SetContext(plan_.context);
+  CheckFits(memory_);
+  source_->SetContext(memory_.context);
 }
 
 void Engine::CheckTokens(std::span<const int32_t> tokens, const std::string& text) const {
@@ -208,8 +209,8 @@ std::shared_ptr<const TokenTrie> Engine::token_trie() const {
 }
 
 std::string Engine::TooLongAdvice() const {
-  return plan_.context < config().context ? fmt::format("ask for a larger {}", Option{"context"})
-                                          : "give a shorter text";
+  return memory_.context < config().context ? fmt::format("ask for a larger {}", Option{"context"})
+                                            : "give a shorter text";
 }
 
 void Engine::CheckDevice(const LayerSettings& attention) const {
@@ -219,7 +220,7 @@ void Engine::CheckDevice(const LayerSettings& attention) const {
 
 struct Engine::AttentionState {
   EngineOptions options;
-  MemoryPlan plan;
+  MemoryNeeds memory;
   std::vector<uint8_t> punctuation;
 };
 
@@ -229,11 +230,11 @@ Engine::AttentionState Engine::StateFor(const LayerSettings& attention) const {
   AttentionState state;
   state.options = options_;
   state.options.attention = attention;
-  state.options.context = plan_.context;  // as they were, whatever the new pages weigh
-  state.options.cache_tokens = plan_.cache_tokens;
-  state.plan = MakePlan(*source_, state.options, device_, backend_options_, threads_.num_threads());
-  state.plan.available = plan_.available;  // before the weights were loaded
-  CheckFits(state.plan);
+  state.options.context = memory_.context;  // as they were, whatever the new pages weigh
+  state.options.cache_tokens = memory_.cache_tokens;
+  state.memory = MemoryFor(*source_, state.options, device_, backend_options_, threads_.num_threads());
+  state.memory.available = memory_.available;  // before the weights were loaded
+  CheckFits(state.memory);
   state.punctuation = PunctuationFlags(attention);
   return state;
 }
@@ -241,7 +242,7 @@ Engine::AttentionState Engine::StateFor(const LayerSettings& attention) const {
 void Engine::Exchange(AttentionState& other) {
   std::swap(punctuation_, other.punctuation);
   std::swap(options_, other.options);
-  std::swap(plan_, other.plan);
+  std::swap(memory_, other.memory);
 }
 
 void Engine::SetAttention(const LayerSettings& attention) {
@@ -311,10 +312,10 @@ int32_t Engine::AddAdapter(const std::filesystem::path& folder) {
           "{}",
           adapter->path(), Option{"adapter"}, Option{"device", "cpu"});
   }
-  MemoryPlan plan = plan_;
-  plan.weights += AdapterBytes(*adapter, options_.weights, static_cast<size_t>(config().num_layers));
-  CheckFits(plan);
-  plan_ = plan;
+  MemoryNeeds needs = memory_;
+  needs.weights += AdapterBytes(*adapter, options_.weights, static_cast<size_t>(config().num_layers));
+  CheckFits(needs);
+  memory_ = needs;
   adapters_.push_back(std::move(adapter));
   return static_cast<int32_t>(adapters_.size());
 }
@@ -348,7 +349,7 @@ KvIdentity Engine::cache_identity(const TextAttention* attention) const {
   const auto known = identities_.find(added);
   KvIdentity identity =
       known != identities_.end() ? known->second : (identities_[added] = ModelIdentity(*source_, added));
-  identity.emplace_back("weights", fmt::format("{} ({})", Name(options_.weights), plan_.weight_types));
+  identity.emplace_back("weights", fmt::format("{} ({})", Name(options_.weights), memory_.weight_types));
   identity.emplace_back("attention", dense ? "dense" : SettingsToJson(settings));
   identity.emplace_back("punctuation", punctuation.Hex());
   return identity;
@@ -374,7 +375,7 @@ std::shared_ptr<const TextAttention> Engine::MakeAttention(const LayerSettings& 
 void Engine::MakeCache() {
   decoder_.reset();  // first give back, then take
   cache_.reset();
-  const auto pages = static_cast<int32_t>(PagesFor(static_cast<size_t>(plan_.cache_tokens)));
+  const auto pages = static_cast<int32_t>(PagesFor(static_cast<size_t>(memory_.cache_tokens)));
   const int32_t kv_dtype = backend_options_.kv_dtype;
   PageLayout layout(config(), options_.attention, kv_dtype, RepresentativeRoom(config(), options_, kv_dtype));
   std::unique_ptr<PageMemory> memory = backend_->MakePages(layout.page_bytes, pages);

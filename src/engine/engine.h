@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "engine/device_choice.h"
-#include "engine/memory_plan.h"
+#include "engine/memory_needs.h"
 #include "grammar/token_trie.h"
 #include "io/model_source.h"
 #include "model/decoder.h"
@@ -51,10 +51,10 @@ PunctuationTable PunctuationOf(const Tokenizer& tokenizer, const std::string& se
 
 class Engine {
  public:
-  // The plan is made and checked here; `source` stays open for the engine's life.
+  // What it needs is counted and checked here; `source` stays open for the engine's life.
   Engine(std::unique_ptr<ModelSource> source, Tokenizer tokenizer, const EngineOptions& options);
 
-  const MemoryPlan& plan() const { return plan_; }
+  const MemoryNeeds& memory() const { return memory_; }
   const ModelConfig& config() const { return source_->config(); }
   const ModelSource& source() const { return *source_; }
   const Tokenizer& tokenizer() const { return tokenizer_; }
@@ -115,7 +115,7 @@ class Engine {
   BackendOptions backend_options_;
   Tokenizer tokenizer_;
   ThreadPool threads_;
-  MemoryPlan plan_;
+  MemoryNeeds memory_;
   std::vector<uint8_t> punctuation_;
   std::vector<std::unique_ptr<Adapter>> adapters_;  // that texts may name
   std::unique_ptr<ModelBackend> backend_;

@@ -1,4 +1,4 @@
-#include "engine/memory_plan.h"
+#include "engine/memory_needs.h"
 
 #include "base/errors.h"
 
@@ -9,7 +9,7 @@ std::string Gigabytes(uint64_t bytes) { return fmt::format("{:.2f} GB", static_c
 
 }  // namespace
 
-std::string MemoryPlan::Text() const {
+std::string MemoryNeeds::Text() const {
   const std::string texts = cache_tokens > context ? fmt::format(" in texts of up to {}", context) : "";
   const std::string where = gpu.empty() ? "memory" : fmt::format("memory of {}", gpu);
   std::string text = fmt::format("{}: weights {} ({}), KV cache {} for {} tokens{} ({})", where, Gigabytes(weights),
@@ -20,15 +20,15 @@ std::string MemoryPlan::Text() const {
   return text;
 }
 
-bool Fits(const MemoryPlan& plan) { return plan.total() <= plan.available; }
+bool Fits(const MemoryNeeds& needs) { return needs.total() <= needs.available; }
 
-void CheckFits(const MemoryPlan& plan) {
-  if (Fits(plan)) return;
+void CheckFits(const MemoryNeeds& needs) {
+  if (Fits(needs)) return;
   const Option context{"context"}, weights{"weights", "int8"};
-  ThrowInvalid("{}: it does not fit; {} needs less", plan.Text(),
-               plan.gpu.empty() ? fmt::format("a smaller {}, {} or {}", context, Option{"kv_type", "int8"}, weights)
-                                : fmt::format("a smaller {} or {}, {} or {}", context, Option{"chunk"}, weights,
-                                              Option{"device", "cpu"}));
+  ThrowInvalid("{}: it does not fit; {} needs less", needs.Text(),
+               needs.gpu.empty() ? fmt::format("a smaller {}, {} or {}", context, Option{"kv_type", "int8"}, weights)
+                                 : fmt::format("a smaller {} or {}, {} or {}", context, Option{"chunk"}, weights,
+                                               Option{"device", "cpu"}));
 }
 
 }  // namespace phsa

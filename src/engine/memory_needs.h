@@ -1,13 +1,13 @@
 // What running a model will take, known before anything is loaded.
-#ifndef PHSA_ENGINE_MEMORY_PLAN_H_
-#define PHSA_ENGINE_MEMORY_PLAN_H_
+#ifndef PHSA_ENGINE_MEMORY_NEEDS_H_
+#define PHSA_ENGINE_MEMORY_NEEDS_H_
 
 #include <cstdint>
 #include <string>
 
 namespace phsa {
 
-struct MemoryPlan {
+struct MemoryNeeds {
   std::string gpu;  // the one whose memory it is; empty: the system's
   uint64_t weights = 0, key_values = 0, representatives = 0, workspace = 0;  // bytes
   std::string weight_types, kv_type;
@@ -18,10 +18,10 @@ struct MemoryPlan {
   std::string Text() const;  // one line
 };
 
-bool Fits(const MemoryPlan& plan);
-// Throws phsa::Error with both numbers where the plan does not fit.
-void CheckFits(const MemoryPlan& plan);
+bool Fits(const MemoryNeeds& needs);
+// Throws phsa::Error with both numbers where it does not fit.
+void CheckFits(const MemoryNeeds& needs);
 
 }  // namespace phsa
 
-#endif  // PHSA_ENGINE_MEMORY_PLAN_H_
+#endif  // PHSA_ENGINE_MEMORY_NEEDS_H_

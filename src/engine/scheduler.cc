@@ -104,7 +104,7 @@ class Scheduler::Impl {
     // The answer's last token is not read.
     const int64_t answer = std::max(0, job->request.options.max_tokens - 1);
     const auto prompt = static_cast<int64_t>(job->request.prompt.size());
-    job->longest = static_cast<int32_t>(std::min<int64_t>(prompt + answer, engine_.plan().context));
+    job->longest = static_cast<int32_t>(std::min<int64_t>(prompt + answer, engine_.memory().context));
     job->answer.result().prompt_tokens = static_cast<int32_t>(prompt);
     waiting_.push_back(std::move(job));
     return next_id_++;
@@ -561,89 +561,111 @@ class Scheduler::Impl {
     if (middle != shares.end()) Read({middle, shares.end()});
   }
 
-  void RunDecoder(std::span<const Share> chosen) {
-    PHSA_CHECK(!chosen.empty());
-    // Only an answer that is written alone is sped up: the rows of several fill a step already.
-    Drafts* drafts = nullptr;
-    if (Job& only = *chosen.front().job; chosen.size() == 1 && only.drafts && !only.in_prefill()) {
-      drafts = &*only.drafts;
-    }
+  // What one step reads, and what its texts had before it.
+  struct StepItems {
     std::vector<BatchItem> items;
     std::vector<int32_t> lengths;
     std::vector<size_t> scored;  // tokens of the prompts
+    Drafts* drafts = nullptr;    // of the only answer
+  };
+
+  StepItems ItemsOf(std::span<const Share> chosen) {
+    StepItems step;
+    // Only an answer that is written alone is sped up: the rows of several fill a step already.
+    if (Job& only = *chosen.front().job; chosen.size() == 1 && only.drafts && !only.in_prefill()) {
+      step.drafts = &*only.drafts;
+    }
     for (const auto& [job, count] : chosen) {
       const auto begin = static_cast<size_t>(job->sequence.length());
-      lengths.push_back(job->sequence.length());
-      scored.push_back(job->answer.result().prompt_log_probabilities.size());
-      if (drafts != nullptr) {
+      step.lengths.push_back(job->sequence.length());
+      step.scored.push_back(job->answer.result().prompt_log_probabilities.size());
+      if (step.drafts != nullptr) {
         const GenerateResult& result = job->answer.result();
         const size_t room = DraftRoom(engine_, job->request.options, result, job->sequence);
-        items.push_back({&job->sequence, drafts->Begin(result, job->sequence.length(), room), BatchItem::Logits::kAll});
+        step.items.push_back(
+            {&job->sequence, step.drafts->Begin(result, job->sequence.length(), room), BatchItem::Logits::kAll});
         continue;
       }
       if (!job->in_prefill()) {
-        items.push_back({&job->sequence, std::span(job->answer.result().tokens).last(1), BatchItem::Logits::kLast});
+        step.items.push_back(
+            {&job->sequence, std::span(job->answer.result().tokens).last(1), BatchItem::Logits::kLast});
         continue;
       }
       // Where an answer has begun, what comes after its prompt is known.
       const bool last = begin + count == job->prompt().size() && !job->answers();
       const bool all = job->request.options.prompt_log_probabilities && !job->answers();
-      items.push_back({&job->sequence, job->prompt().subspan(begin, count),
-                       all    ? BatchItem::Logits::kAll
-                       : last ? BatchItem::Logits::kLast
-                              : BatchItem::Logits::kNone,
-                       0, job->hidden_sum.empty() ? nullptr : job->hidden_sum.data()});
+      step.items.push_back({&job->sequence, job->prompt().subspan(begin, count),
+                            all    ? BatchItem::Logits::kAll
+                            : last ? BatchItem::Logits::kLast
+                                   : BatchItem::Logits::kNone,
+                            0, job->hidden_sum.empty() ? nullptr : job->hidden_sum.data()});
     }
+    return step;
+  }
+
+  // `next`: the position of the token that these logits are for.
+  void TakeLogits(Job& job, const LogitsRow& logits, size_t next, BatchItem::Logits asked) {
+    if (asked == BatchItem::Logits::kAll && next < job.prompt().size()) {
+      // Once, also where it is read again.
+      const bool is_new = job.answer.result().prompt_log_probabilities.size() + 1 == next;
+      if (is_new) job.answer.ScorePrompt(logits, job.prompt()[next]);
+    } else if (job.chosen_at != next) {
+      // Once, also where the step then fails and is tried again: a second draw would be another token.
+      job.answer.Choose(logits, job.sequence.tokens());
+      job.chosen_at = next;
+    }
+  }
+
+  // After a step: `before` of its tokens had been read, and its answer goes on unless a draft's tokens ended it.
+  void GoOn(Job& job, size_t before, bool goes_on) {
+    if (job.finished) return;
+    if (job.in_prefill()) {
+      TellPrefill(job);
+      return;
+    }
+    if (before < job.prompt().size() && job.answers()) return;  // it was read again, and goes on from there
+    if (job.first_token_at == 0) {
+      job.first_token_at = clock_();
+      job.answer.result().prefill_seconds = job.first_token_at - job.admitted_at;
+    }
+    Guarded(job, [&] {
+      if (!goes_on || !job.answer.Take(job.sequence.length())) {
+        if (job.request.embed) job.answer.result().embedding = DirectionOf(job.hidden_sum);
+        Finish(job);
+      } else if (job.request.progress) {
+        job.request.progress(job.answer.result());
+      }
+    });
+  }
+
+  void RunDecoder(std::span<const Share> chosen) {
+    PHSA_CHECK(!chosen.empty());
+    const StepItems step = ItemsOf(chosen);
     try {
-      engine_.decoder().Step(items, [&](int32_t item, int32_t row, const LogitsRow& logits) {
-        Job& job = *chosen[static_cast<size_t>(item)].job;
+      engine_.decoder().Step(step.items, [&](int32_t item, int32_t row, const LogitsRow& logits) {
+        const auto i = static_cast<size_t>(item);
+        Job& job = *chosen[i].job;
         if (job.finished) return;
-        const auto next = static_cast<size_t>(lengths[static_cast<size_t>(item)] + row + 1);
-        if (drafts != nullptr) {
-          Guarded(job, [&] { drafts->Row(job.answer, row, logits, job.sequence.tokens()); });
-          return;
-        }
         Guarded(job, [&] {
-          if (items[static_cast<size_t>(item)].logits == BatchItem::Logits::kAll && next < job.prompt().size()) {
-            // Once, also where it is read again.
-            const bool is_new = job.answer.result().prompt_log_probabilities.size() + 1 == next;
-            if (is_new) job.answer.ScorePrompt(logits, job.prompt()[next]);
-          } else if (job.chosen_at != next) {
-            // Once, also where the step then fails and is tried again: a second draw would be another token.
-            job.answer.Choose(logits, job.sequence.tokens());
-            job.chosen_at = next;
+          if (step.drafts != nullptr) {
+            step.drafts->Row(job.answer, row, logits, job.sequence.tokens());
+          } else {
+            TakeLogits(job, logits, static_cast<size_t>(step.lengths[i] + row + 1), step.items[i].logits);
           }
         });
       });
     } catch (...) {
       for (size_t i = 0; i < chosen.size(); ++i) {
-        chosen[i].job->answer.result().prompt_log_probabilities.resize(scored[i]);
+        chosen[i].job->answer.result().prompt_log_probabilities.resize(step.scored[i]);
       }
       throw;
     }
     for (size_t i = 0; i < chosen.size(); ++i) {
       Job& job = *chosen[i].job;
-      const auto before = static_cast<size_t>(lengths[i]);
-      const bool goes_on = drafts == nullptr || drafts->End(job.sequence, job.answer.result());
+      const auto before = static_cast<size_t>(step.lengths[i]);
+      const bool goes_on = step.drafts == nullptr || step.drafts->End(job.sequence, job.answer.result());
       if (before >= job.read_before) job.answer.result().tokens_read += engine_.decoder().step_tokens_read()[i];
-      if (job.finished) continue;
-      if (job.in_prefill()) {
-        TellPrefill(job);
-        continue;
-      }
-      if (before < job.prompt().size() && job.answers()) continue;  // it was read again, and goes on from there
-      if (job.first_token_at == 0) {
-        job.first_token_at = clock_();
-        job.answer.result().prefill_seconds = job.first_token_at - job.admitted_at;
-      }
-      Guarded(job, [&] {
-        if (!goes_on || !job.answer.Take(job.sequence.length())) {
-          if (job.request.embed) job.answer.result().embedding = DirectionOf(job.hidden_sum);
-          Finish(job);
-        } else if (job.request.progress) {
-          job.request.progress(job.answer.result());
-        }
-      });
+      GoOn(job, before, goes_on);
     }
   }
 

@@ -12,7 +12,7 @@ namespace phsa {
 namespace {
 
 void Check(const Engine& engine, std::span<const ScoreRequest> requests) {
-  const auto most = static_cast<size_t>(engine.plan().context);
+  const auto most = static_cast<size_t>(engine.memory().context);
   for (size_t i = 0; i < requests.size(); ++i) {
     const auto& [context, continuation] = requests[i];
     if (context.empty()) {

@@ -1,4 +1,4 @@
-#include "engine/serving_plan.h"
+#include "engine/serving_needs.h"
 
 #include <algorithm>
 #include <charconv>
@@ -102,12 +102,12 @@ uint64_t PagesOf(int64_t tokens) { return PagesFor(static_cast<size_t>(tokens));
 
 }  // namespace
 
-ServingPlan PlanServing(const ModelSource& source, const LayerSettings& attention, const ServingOptions& options) {
+ServingNeeds NeedsOfServing(const ModelSource& source, const LayerSettings& attention, const ServingOptions& options) {
   const ModelConfig& config = source.config();
   CheckShares(config, options);
   const int32_t context = options.context > 0 ? options.context : config.context;
   const std::vector<ModelTensor> tensors = ModelTensors(source);
-  ServingPlan out;
+  ServingNeeds out;
   out.context = context;
   uint64_t most = 0;
   out.texts = INT64_MAX;
@@ -116,7 +116,7 @@ ServingPlan PlanServing(const ModelSource& source, const LayerSettings& attentio
     const PageLayout layout(stage.config, stage.attention, options.kv_dtype);
     const auto layers = static_cast<uint64_t>(stage.config.num_layers);
     const uint64_t page_and_layer = layout.key_value_bytes / layers;
-    ServingPlan one;
+    ServingNeeds one;
     one.weights = WeightsOf(tensors, config, stage, options);
     for (int32_t layer = 0; layer < stage.config.num_layers; ++layer) {
       const int32_t window = stage.config.Layer(layer).window;

@@ -1,8 +1,8 @@
 // What serving a model on several GPUs takes of each: shares of weights, keys, values and representatives, and what a
 // token of a long text has to read. For programs that split models by heads (tensor parallelism) and by layers
 // (pipeline parallelism), with bf16 pages of PageLayout's sizes.
-#ifndef PHSA_ENGINE_SERVING_PLAN_H_
-#define PHSA_ENGINE_SERVING_PLAN_H_
+#ifndef PHSA_ENGINE_SERVING_NEEDS_H_
+#define PHSA_ENGINE_SERVING_NEEDS_H_
 
 #include <cstdint>
 
@@ -21,7 +21,7 @@ struct ServingOptions {
 };
 
 // Of the GPU that holds most; bytes.
-struct ServingPlan {
+struct ServingNeeds {
   int32_t context = 0;
   uint64_t weights = 0;
   uint64_t key_values = 0, representatives = 0;  // of one text of that many tokens
@@ -31,8 +31,8 @@ struct ServingPlan {
 };
 
 // Throws phsa::Error where heads or layers cannot be shared out so, saying what is allowed.
-ServingPlan PlanServing(const ModelSource& source, const LayerSettings& attention, const ServingOptions& options);
+ServingNeeds NeedsOfServing(const ModelSource& source, const LayerSettings& attention, const ServingOptions& options);
 
 }  // namespace phsa
 
-#endif  // PHSA_ENGINE_SERVING_PLAN_H_
+#endif  // PHSA_ENGINE_SERVING_NEEDS_H_

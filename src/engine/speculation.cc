@@ -97,7 +97,7 @@ void SpeculationPace::Tried(size_t tried, size_t right, double seconds) {
 size_t DraftRoom(Engine& engine, const GenerateOptions& options, const GenerateResult& result,
                  const Sequence& sequence) {
   const int64_t answer = static_cast<int64_t>(options.max_tokens) - static_cast<int64_t>(result.tokens.size()) - 1;
-  const int64_t context = int64_t{engine.plan().context} - sequence.length() - 1;
+  const int64_t context = int64_t{engine.memory().context} - sequence.length() - 1;
   const int64_t rows = int64_t{engine.decoder().max_rows()} - 1;
   int64_t room = std::min({answer, context, rows, static_cast<int64_t>(kMostDrafted)});
   const size_t pages = sequence.PagesToAppend(1);

@@ -38,17 +38,17 @@ struct Task {
 
 class Runner {
  public:
-  Runner(Engine& engine, const ComparePlan& plan, const CompareCallbacks& callbacks, CompareResult& result)
-      : engine_(engine), plan_(plan), callbacks_(callbacks), result_(result), work_(engine.config()) {}
+  Runner(Engine& engine, const CompareRuns& runs, const CompareCallbacks& callbacks, CompareResult& result)
+      : engine_(engine), runs_(runs), callbacks_(callbacks), result_(result), work_(engine.config()) {}
 
   // Everything that is quick or asked for by name comes first, needles last: they are many, and some are better than
   // none.
   void Run() {
-    if (plan_.answers) AddAnswers(*plan_.answers);
-    if (!plan_.flops_lengths.empty()) AddFlops();
-    if (plan_.text) AddText(*plan_.text);
-    if (plan_.speed) AddSpeed(*plan_.speed);
-    if (plan_.niah) AddNiah(*plan_.niah);
+    if (runs_.answers) AddAnswers(*runs_.answers);
+    if (!runs_.flops_lengths.empty()) AddFlops();
+    if (runs_.text) AddText(*runs_.text);
+    if (runs_.speed) AddSpeed(*runs_.speed);
+    if (runs_.niah) AddNiah(*runs_.niah);
     double total = 0, before = 0;
     for (const Task& task : tasks_) total += task.cost;
     for (const Task& task : tasks_) {
@@ -66,8 +66,8 @@ class Runner {
   }
 
  private:
-  const std::string& Label(size_t policy) const { return plan_.policies[policy].name; }
-  const LayerSettings& Attention(size_t policy) const { return plan_.policies[policy].attention; }
+  const std::string& Label(size_t policy) const { return runs_.policies[policy].name; }
+  const LayerSettings& Attention(size_t policy) const { return runs_.policies[policy].attention; }
 
   // `all`: the tokens whose prefill costs `cost`, where the calls that are made do not know them.
   GenerateCallbacks Prefilling(const std::function<void(double)>& done, double cost, int32_t all = 0) const {
@@ -77,20 +77,20 @@ class Runner {
     return callbacks;
   }
 
-  void AddAnswers(const CompareAnswersPlan& plan) {
+  void AddAnswers(const CompareAnswersRuns& runs) {
     CompareAnswers& answers = result_.answers.emplace();
-    answers.questions = plan.questions;
-    answers.results.resize(plan_.policies.size());
-    for (size_t i = 0; i < plan_.policies.size(); ++i) {
-      const double prefill = work_.Prefill(Attention(i), static_cast<int32_t>(plan.questions.front().tokens.size()));
-      const double all = prefill + work_.Decode(plan.max_tokens) * static_cast<double>(plan.questions.size());
-      tasks_.push_back({"answers: " + Label(i), all, [&answers, &plan, prefill, i, this](const auto& done) {
+    answers.questions = runs.questions;
+    answers.results.resize(runs_.policies.size());
+    for (size_t i = 0; i < runs_.policies.size(); ++i) {
+      const double prefill = work_.Prefill(Attention(i), static_cast<int32_t>(runs.questions.front().tokens.size()));
+      const double all = prefill + work_.Decode(runs.max_tokens) * static_cast<double>(runs.questions.size());
+      tasks_.push_back({"answers: " + Label(i), all, [&answers, &runs, prefill, i, this](const auto& done) {
                           engine_.SetAttention(Attention(i));
                           Session session(engine_);  // one for all questions: one prefill of the text
                           GenerateOptions options;
-                          options.max_tokens = plan.max_tokens;
+                          options.max_tokens = runs.max_tokens;
                           options.sampler.temperature = 0;
-                          for (const CompareQuestion& question : plan.questions) {
+                          for (const CompareQuestion& question : runs.questions) {
                             GenerateResult one = session.Generate(question.tokens, options, Prefilling(done, prefill));
                             if (one.reason == StopReason::kInterrupted) return;
                             answers.results[i].push_back(std::move(one));
@@ -101,36 +101,36 @@ class Runner {
 
   void AddFlops() {
     CompareFlops& flops = result_.flops.emplace();
-    flops.lengths = plan_.flops_lengths;
-    flops.counts.resize(plan_.policies.size());
-    for (size_t i = 0; i < plan_.policies.size(); ++i) {
+    flops.lengths = runs_.flops_lengths;
+    flops.counts.resize(runs_.policies.size());
+    for (size_t i = 0; i < runs_.policies.size(); ++i) {
       for (const int32_t length : flops.lengths) {
         flops.counts[i].push_back(CountAttentionFlops(Attention(i), engine_.config(), length));
       }
     }
   }
 
-  void AddText(const CompareTextPlan& plan) {
-    const auto tokens = static_cast<int32_t>(plan.tokens.size());
+  void AddText(const CompareTextRuns& runs) {
+    const auto tokens = static_cast<int32_t>(runs.tokens.size());
     CompareText& text = result_.text.emplace();
-    text.name = plan.name;
+    text.name = runs.name;
     text.tokens = tokens;
-    text.perplexity = plan.perplexity;
-    text.recall = plan.recall;
-    text.results.resize(plan_.policies.size());
-    text.recalls.resize(plan_.policies.size());
-    for (size_t i = 0; i < plan_.policies.size(); ++i) {
-      const bool recall = plan.recall && !result_.policies[i].dense;
-      if (!plan.perplexity && !recall) continue;
+    text.perplexity = runs.perplexity;
+    text.recall = runs.recall;
+    text.results.resize(runs_.policies.size());
+    text.recalls.resize(runs_.policies.size());
+    for (size_t i = 0; i < runs_.policies.size(); ++i) {
+      const bool recall = runs.recall && !result_.policies[i].dense;
+      if (!runs.perplexity && !recall) continue;
       double cost = work_.Prefill(Attention(i), tokens);
       if (recall) cost += CountAttentionFlops({DenseSettings(), {}}, engine_.config(), tokens).total();
-      tasks_.push_back({(plan.perplexity ? "perplexity: " : "recall: ") + Label(i), cost,
-                        [&text, &plan, recall, cost, i, this](const auto& done) {
+      tasks_.push_back({(runs.perplexity ? "perplexity: " : "recall: ") + Label(i), cost,
+                        [&text, &runs, recall, cost, i, this](const auto& done) {
                           engine_.SetAttention(Attention(i));
                           std::optional<RecallMeter> meter;
                           if (recall) meter.emplace(engine_.config(), engine_.cache().layout().kv_type);
                           PerplexityResult one =
-                              Perplexity(engine_, plan.tokens, Prefilling(done, cost), meter ? &*meter : nullptr);
+                              Perplexity(engine_, runs.tokens, Prefilling(done, cost), meter ? &*meter : nullptr);
                           if (one.tokens == 0) return;
                           CheckFinite(one.loss);
                           text.results[i] = std::move(one);
@@ -154,22 +154,22 @@ class Runner {
   }
 
   // Runs of all policies in turn, so that a machine that grows slower does so for all of them.
-  void AddSpeed(const CompareSpeedPlan& plan) {
+  void AddSpeed(const CompareSpeedRuns& runs) {
     CompareSpeed& speed = result_.speed.emplace();
-    speed.decode_tokens = plan.decode_tokens;
-    speed.repeats = plan.repeats;
-    speed.rows.resize(plan_.policies.size());
-    for (int32_t repeat = 0; repeat < plan.repeats; ++repeat) {
-      for (size_t i = 0; i < plan_.policies.size(); ++i) {
+    speed.decode_tokens = runs.decode_tokens;
+    speed.repeats = runs.repeats;
+    speed.rows.resize(runs_.policies.size());
+    for (int32_t repeat = 0; repeat < runs.repeats; ++repeat) {
+      for (size_t i = 0; i < runs_.policies.size(); ++i) {
         const int32_t longest =
-            std::max(plan.lengths.empty() ? 0 : plan.lengths.back(), plan.depths.empty() ? 0 : plan.depths.back());
-        const double prefill = work_.Prefill(Attention(i), longest), decode = work_.Decode(plan.decode_tokens);
-        tasks_.push_back({fmt::format("speed, run {} of {}: {}", repeat + 1, plan.repeats, Label(i)),
-                          prefill + decode * static_cast<double>(plan.depths.size()),
-                          [&speed, &plan, prefill, decode, longest, i, this](const auto& done) {
+            std::max(runs.lengths.empty() ? 0 : runs.lengths.back(), runs.depths.empty() ? 0 : runs.depths.back());
+        const double prefill = work_.Prefill(Attention(i), longest), decode = work_.Decode(runs.decode_tokens);
+        tasks_.push_back({fmt::format("speed, run {} of {}: {}", repeat + 1, runs.repeats, Label(i)),
+                          prefill + decode * static_cast<double>(runs.depths.size()),
+                          [&speed, &runs, prefill, decode, longest, i, this](const auto& done) {
                             engine_.SetAttention(Attention(i));
                             MeasureSpeed(
-                                plan, Prefilling(done, prefill, longest),
+                                runs, Prefilling(done, prefill, longest),
                                 [&](size_t decoded) { done(prefill + decode * static_cast<double>(decoded)); },
                                 &speed.rows[i]);
                           }});
@@ -177,15 +177,15 @@ class Runner {
     }
   }
 
-  void MeasureSpeed(const CompareSpeedPlan& plan, const GenerateCallbacks& prefill,
+  void MeasureSpeed(const CompareSpeedRuns& runs, const GenerateCallbacks& prefill,
                     const std::function<void(size_t)>& decoded, std::vector<SpeedRow>* rows) {
     SpeedMeter meter(engine_, prefill);
-    if (!plan.lengths.empty()) {
-      for (const SpeedRow& row : meter.Prefill(0, plan.lengths, 1)) AddRow(row, rows);
+    if (!runs.lengths.empty()) {
+      for (const SpeedRow& row : meter.Prefill(0, runs.lengths, 1)) AddRow(row, rows);
     }
     // From the deepest up: the text in the cache is only cut.
-    for (size_t i = 0; i < plan.depths.size(); ++i) {
-      const SpeedRow row = meter.Decode(plan.depths[plan.depths.size() - 1 - i], plan.decode_tokens, 1);
+    for (size_t i = 0; i < runs.depths.size(); ++i) {
+      const SpeedRow row = meter.Decode(runs.depths[runs.depths.size() - 1 - i], runs.decode_tokens, 1);
       if (!row.seconds.empty()) AddRow(row, rows);
       decoded(i + 1);
     }
@@ -203,31 +203,31 @@ class Runner {
     }
   }
 
-  void AddNiah(const CompareNiahPlan& plan) {
+  void AddNiah(const CompareNiahRuns& runs) {
     CompareNiah& niah = result_.niah.emplace();
-    niah.samples = plan.samples;
-    NiahPlan run;
-    run.tasks = plan.tasks;
-    run.samples = plan.samples;
+    niah.samples = runs.samples;
+    NiahRuns run;
+    run.tasks = runs.tasks;
+    run.samples = runs.samples;
     double cost = 0;
-    for (const int32_t length : plan.lengths) {
-      for (size_t i = 0; i < plan_.policies.size(); ++i) {
-        cost += (work_.Prefill(Attention(i), length) + work_.Decode(kNiahAnswerTokens / 2)) * plan.samples *
-                static_cast<double>(plan.tasks.size());
+    for (const int32_t length : runs.lengths) {
+      for (size_t i = 0; i < runs_.policies.size(); ++i) {
+        cost += (work_.Prefill(Attention(i), length) + work_.Decode(kNiahAnswerTokens / 2)) * runs.samples *
+                static_cast<double>(runs.tasks.size());
         run.configurations.push_back({length, Attention(i)});
       }
     }
-    tasks_.push_back({"needles", cost, [&niah, &plan, run, cost, this](const auto& done) {
+    tasks_.push_back({"needles", cost, [&niah, &runs, run, cost, this](const auto& done) {
                         NiahCallbacks callbacks;
                         callbacks.progress = [&](const NiahProgress& progress) { done(cost * progress.share); };
                         callbacks.record = [](const NiahRecord&) {};
                         callbacks.stop = callbacks_.stop;
-                        RunNiah(engine_, *plan.prompts, run, niah.records, callbacks);
+                        RunNiah(engine_, *runs.prompts, run, niah.records, callbacks);
                       }});
   }
 
   Engine& engine_;
-  const ComparePlan& plan_;
+  const CompareRuns& runs_;
   const CompareCallbacks& callbacks_;
   CompareResult& result_;
   Work work_;
@@ -236,11 +236,11 @@ class Runner {
 
 }  // namespace
 
-int32_t CompareSpeedPlan::context() const {
+int32_t CompareSpeedRuns::context() const {
   return std::max(lengths.empty() ? 0 : lengths.back(), depths.empty() ? 0 : depths.back() + decode_tokens);
 }
 
-int32_t ComparePlan::Context() const {
+int32_t CompareRuns::Context() const {
   int32_t context = 0;
   if (answers) context = std::max(context, answers->context);
   if (speed) context = std::max(context, speed->context());
@@ -268,19 +268,19 @@ std::optional<size_t> CompareResult::dense() const {
   return std::nullopt;
 }
 
-CompareResult RunCompare(Engine& engine, const ComparePlan& plan, const CompareCallbacks& callbacks) {
+CompareResult RunCompare(Engine& engine, const CompareRuns& runs, const CompareCallbacks& callbacks) {
   const auto start = std::chrono::steady_clock::now();
   const ModelConfig& config = engine.config();
   CompareResult result;
-  for (const NamedAttention& policy : plan.policies) {
+  for (const NamedAttention& policy : runs.policies) {
     result.policies.push_back(
         {policy.name, policy.attention, IsDense(policy.attention, config.num_layers), policy.same});
   }
   CompareAbout& about = result.about;
   about.model = config.name;
   about.format = engine.source().format();
-  about.weights = engine.plan().weight_types;
-  about.kv_type = engine.plan().kv_type;
+  about.weights = engine.memory().weight_types;
+  about.kv_type = engine.memory().kv_type;
   about.device = engine.device_name();
   about.cpu = CpuName();
   about.threads = engine.threads().num_threads();
@@ -290,7 +290,7 @@ CompareResult RunCompare(Engine& engine, const ComparePlan& plan, const CompareC
   about.num_kv_heads = config.num_kv_heads;
   about.head_dim = config.head_dim;
   about.carries_settings = !config.phsa_settings.empty();
-  Runner(engine, plan, callbacks, result).Run();
+  Runner(engine, runs, callbacks, result).Run();
   about.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return result;
 }

@@ -23,21 +23,21 @@ struct CompareQuestion {
   std::vector<int32_t> tokens;     // the text and the question, as the model reads them
 };
 
-struct CompareAnswersPlan {
+struct CompareAnswersRuns {
   std::vector<CompareQuestion> questions;
   int32_t max_tokens = 48, context = 0;
 };
-struct CompareSpeedPlan {
+struct CompareSpeedRuns {
   std::vector<int32_t> lengths, depths;  // ascending; one of them may be empty
   int32_t decode_tokens = 32, repeats = 2;
   int32_t context() const;
 };
-struct CompareTextPlan {
+struct CompareTextRuns {
   std::string name;
   std::vector<int32_t> tokens;
   bool perplexity = true, recall = true;
 };
-struct CompareNiahPlan {
+struct CompareNiahRuns {
   std::vector<NiahTask> tasks;
   std::vector<int32_t> lengths;  // ascending
   int32_t samples = 10;
@@ -45,12 +45,12 @@ struct CompareNiahPlan {
 };
 
 // What is measured. A policy has the same settings in all parts, so that its numbers are about one thing.
-struct ComparePlan {
+struct CompareRuns {
   std::vector<NamedAttention> policies;  // at least one; "PHSA K=16"
-  std::optional<CompareAnswersPlan> answers;
-  std::optional<CompareSpeedPlan> speed;
-  std::optional<CompareTextPlan> text;
-  std::optional<CompareNiahPlan> niah;
+  std::optional<CompareAnswersRuns> answers;
+  std::optional<CompareSpeedRuns> speed;
+  std::optional<CompareTextRuns> text;
+  std::optional<CompareNiahRuns> niah;
   std::vector<int32_t> flops_lengths;  // may exceed the model's context: nothing is run
 
   int32_t Context() const;  // that the parts which are run need: what the engine's cache must hold. 0: none is
@@ -118,9 +118,9 @@ struct CompareCallbacks {
   std::function<bool()> stop;
 };
 
-// The engine's context must be the plan's or larger. Where callbacks.stop asks for it, the result holds what is done
-// and about.interrupted. Throws phsa::Error where what a model computes is not finite.
-CompareResult RunCompare(Engine& engine, const ComparePlan& plan, const CompareCallbacks& callbacks);
+// The engine's context must be that of the runs or larger. Where callbacks.stop asks for it, the result holds what is
+// done and about.interrupted. Throws phsa::Error where what a model computes is not finite.
+CompareResult RunCompare(Engine& engine, const CompareRuns& runs, const CompareCallbacks& callbacks);
 
 // The mean of first minus second over the tokens of one text, with its 95 % interval: the text is cut into 32 pieces
 // whose means are taken for independent, as neighbouring tokens are not (Student's t). None where it is too short.

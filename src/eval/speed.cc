@@ -72,7 +72,7 @@ nlohmann::ordered_json SpeedToJson(const SpeedRow& row) {
 SpeedMeter::SpeedMeter(Engine& engine, GenerateCallbacks callbacks, std::vector<int32_t> text)
     : engine_(engine), callbacks_(std::move(callbacks)), tokens_(std::move(text)) {
   texts_.emplace_back(engine.cache());
-  const auto count = static_cast<size_t>(engine.plan().context);
+  const auto count = static_cast<size_t>(engine.memory().context);
   if (const size_t length = tokens_.size(); length > 0) {
     tokens_.resize(count);
     for (size_t i = length; i < count; ++i) tokens_[i] = tokens_[i - length];

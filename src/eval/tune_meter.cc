@@ -49,14 +49,14 @@ TuneMeter::TuneMeter(Engine& engine, const NiahPrompts& prompts, std::vector<Nia
       records_(records),
       callbacks_(std::move(callbacks)) {}
 
-NiahPlan TuneMeter::PlanFor(std::span<const LayerSettings> attentions, int32_t samples) const {
-  NiahPlan plan;
-  plan.tasks = tasks_;
-  plan.samples = samples;
-  plan.scoring = NiahScoring::kForced;
-  plan.configurations.push_back({length_, Dense()});
-  for (const LayerSettings& one : attentions) plan.configurations.push_back({length_, Canonical(one)});
-  return plan;
+NiahRuns TuneMeter::RunsFor(std::span<const LayerSettings> attentions, int32_t samples) const {
+  NiahRuns runs;
+  runs.tasks = tasks_;
+  runs.samples = samples;
+  runs.scoring = NiahScoring::kForced;
+  runs.configurations.push_back({length_, Dense()});
+  for (const LayerSettings& one : attentions) runs.configurations.push_back({length_, Canonical(one)});
+  return runs;
 }
 
 // The second half of a window: before it, sparse attention reads nearly as much as dense.
@@ -77,7 +77,7 @@ bool TuneMeter::Read(const LayerSettings& attention, int32_t window) {
 }
 
 std::optional<std::vector<TuneLosses>> TuneMeter::Measure(std::span<const LayerSettings> attentions, int32_t samples) {
-  const NiahPlan plan = PlanFor(attentions, samples);
+  const NiahRuns runs = RunsFor(attentions, samples);
   const int32_t windows = std::min(WindowsFor(samples), static_cast<int32_t>(windows_.size()));
   // A window takes about as long as a sample of one task.
   const double needles = static_cast<double>(samples) * static_cast<double>(tasks_.size());
@@ -86,20 +86,20 @@ std::optional<std::vector<TuneLosses>> TuneMeter::Measure(std::span<const LayerS
   callbacks.progress = [&](const NiahProgress& progress) { callbacks_.progress(needles_share * progress.share); };
   callbacks.record = callbacks_.record;
   callbacks.stop = callbacks_.stop;
-  if (!RunNiah(engine_, prompts_, plan, records_, callbacks)) return std::nullopt;
+  if (!RunNiah(engine_, prompts_, runs, records_, callbacks)) return std::nullopt;
   int32_t read = 0;
-  const auto readings = static_cast<double>(windows) * static_cast<double>(plan.configurations.size());
+  const auto readings = static_cast<double>(windows) * static_cast<double>(runs.configurations.size());
   for (int32_t window = 0; window < windows; ++window) {
-    for (const NiahConfiguration& one : plan.configurations) {
+    for (const NiahConfiguration& one : runs.configurations) {
       if (callbacks_.stop() || !Read(one.attention, window)) return std::nullopt;
       callbacks_.progress(needles_share + (1 - needles_share) * ++read / readings);
     }
   }
 
-  const LayerSettings& dense = plan.configurations.front().attention;
+  const LayerSettings& dense = runs.configurations.front().attention;
   std::vector<TuneLosses> losses;
-  for (size_t i = 1; i < plan.configurations.size(); ++i) {
-    const LayerSettings& attention = plan.configurations[i].attention;
+  for (size_t i = 1; i < runs.configurations.size(); ++i) {
+    const LayerSettings& attention = runs.configurations[i].attention;
     TuneLosses one;
     for (const NiahTask task : tasks_) {
       std::vector<double> above;

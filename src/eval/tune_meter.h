@@ -38,8 +38,8 @@ class TuneMeter {
   // None: stopped.
   std::optional<std::vector<TuneLosses>> Measure(std::span<const LayerSettings> attentions, int32_t samples);
 
-  // The plan whose header the records have.
-  NiahPlan PlanFor(std::span<const LayerSettings> attentions, int32_t samples) const;
+  // The runs whose header the records have.
+  NiahRuns RunsFor(std::span<const LayerSettings> attentions, int32_t samples) const;
   const std::vector<NiahTask>& tasks() const { return tasks_; }
   int32_t length() const { return length_; }
   bool has_prose() const { return !windows_.empty(); }

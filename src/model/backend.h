@@ -36,7 +36,7 @@ struct BackendOptions {
   int32_t kv_dtype = PHSA_F32;   // phsa_dtype of the cache's keys and values
   int32_t max_rows = 1;          // the most tokens of a step
   int32_t device_index = 0;      // which of several devices of a kind
-  bool experts_in_file = false;  // on the CPU: PlanWeights
+  bool experts_in_file = false;  // on the CPU: SizeOfWeights
 };
 
 // What it will take, without making one.

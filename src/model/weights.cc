@@ -39,135 +39,184 @@ const Tensor* FindChecked(const ModelSource& source, const std::string& name, co
   return tensor;
 }
 
-// Every tensor of the model with its place in `weights`, whose layers are made here.
-std::vector<Place> Places(const ModelSource& source, Weights& weights) {
-  const ModelConfig& config = source.config();
-  const Architecture& architecture = ArchitectureOf(config);
-  std::vector<Place> places;
-  const bool reorders = config.interleaved_rope_rows || config.rotary_dim > 0;
-  const auto matrix = [&](const std::string& name, int64_t rows, int64_t cols, Matrix& to, bool turned = false) {
-    const Tensor* const tensor = FindChecked(source, name, {rows, cols}, Presence::kRequired);
-    places.push_back({{name, tensor, rows, cols, 0, turned && reorders}, &to, nullptr});
-  };
-  // Rows [first, first + rows) of a tensor of this shape.
-  const auto part = [&](const std::string& name, const std::string& whole, const std::vector<int64_t>& shape,
-                        int64_t first, int64_t rows, Matrix& to, bool turned = false) {
-    const Tensor* const tensor = FindChecked(source, whole, shape, Presence::kRequired);
-    places.push_back({{name, tensor, rows, shape.back(), first, turned && reorders}, &to, nullptr});
-  };
-  const auto vector = [&](const std::string& name, int64_t size, Vector& to, Presence presence, bool turned = false) {
-    if (const Tensor* const tensor = FindChecked(source, name, {size}, presence)) {
-      const bool from_one = config.norms_from_one && name.ends_with("norm.weight");
-      places.push_back({{name, tensor, 0, size, 0, turned && reorders, from_one}, nullptr, &to});
-    }
-  };
-  const LayerNames& names = architecture.names;
-  const int64_t hidden = config.hidden, intermediate = config.intermediate;
-  const int64_t q_width = int64_t{config.num_q_heads} * config.head_dim;
-  const int64_t kv_width = int64_t{config.num_kv_heads} * config.head_dim;
+// Every tensor of a model with its place in `weights`, whose layers are made here.
+class PlaceList {
+ public:
+  PlaceList(const ModelSource& source, Weights& weights)
+      : source_(source),
+        config_(source.config()),
+        architecture_(ArchitectureOf(config_)),
+        names_(architecture_.names),
+        reorders_(config_.interleaved_rope_rows || config_.rotary_dim > 0) {
+    AddMatrix("model.embed_tokens.weight", config_.vocab_size, config_.hidden, weights.embedding);
+    weights.layers.resize(static_cast<size_t>(config_.num_layers));
+    for (int32_t i = 0; i < config_.num_layers; ++i) AddLayer(i, weights.layers[static_cast<size_t>(i)]);
+    AddVector("model.norm.weight", config_.hidden, weights.final_norm, Presence::kRequired);
+    places_.back().divisor = config_.logits_divisor;
+    if (!config_.tied_embeddings) AddMatrix("lm_head.weight", config_.vocab_size, config_.hidden, weights.lm_head);
+  }
 
-  // What one expert has of gate, up or down: a tensor of its own, or a part of one that all experts share.
-  const auto expert_part = [&](int32_t layer, int32_t e, TensorName name, int64_t rows, int64_t cols, Matrix& to,
-                               Vector& to_bias) {
-    const std::string at = fmt::format("model.layers.{}.", layer), own = ExpertTensor(layer, e, name);
-    const std::string shared = fmt::format("{}{}", at, name.hugging_face);
-    const int64_t experts = config.num_experts;
-    if (source.Find(shared + ".weight") != nullptr || names.expert_gate_up.hugging_face.empty()) {
-      if (source.Find(shared + ".weight") == nullptr) {
-        matrix(own + ".weight", rows, cols, to);
-      } else {
-        part(own + ".weight", shared + ".weight", {experts, rows, cols}, e * rows, rows, to);
-      }
-      places.back().expert = true;
-      const Tensor* const tensor = FindChecked(source, shared + ".bias", {experts, rows}, architecture.expert_bias);
-      if (tensor != nullptr) places.push_back({{own + ".bias", tensor, 0, rows, e * rows}, nullptr, &to_bias});
-      return;
+  std::vector<Place> Take() { return std::move(places_); }
+
+ private:
+  static std::string TensorOf(int32_t layer, TensorName name, const char* kind) {
+    return fmt::format("model.layers.{}.{}{}", layer, name.hugging_face, kind);
+  }
+  static std::string WeightOf(int32_t layer, TensorName name) { return TensorOf(layer, name, ".weight"); }
+  static std::string BiasOf(int32_t layer, TensorName name) { return TensorOf(layer, name, ".bias"); }
+
+  void AddMatrix(const std::string& name, int64_t rows, int64_t cols, Matrix& to, bool turned = false) {
+    const Tensor* const tensor = FindChecked(source_, name, {rows, cols}, Presence::kRequired);
+    places_.push_back({{name, tensor, rows, cols, 0, turned && reorders_}, &to, nullptr});
+  }
+  // Rows [first, first + rows) of a tensor of this shape.
+  void AddPart(const std::string& name, const std::string& whole, const std::vector<int64_t>& shape, int64_t first,
+               int64_t rows, Matrix& to, bool turned = false) {
+    const Tensor* const tensor = FindChecked(source_, whole, shape, Presence::kRequired);
+    places_.push_back({{name, tensor, rows, shape.back(), first, turned && reorders_}, &to, nullptr});
+  }
+  void AddVector(const std::string& name, int64_t size, Vector& to, Presence presence, bool turned = false) {
+    const Tensor* const tensor = FindChecked(source_, name, {size}, presence);
+    if (tensor == nullptr) return;
+    const bool from_one = config_.norms_from_one && name.ends_with("norm.weight");
+    places_.push_back({{name, tensor, 0, size, 0, turned && reorders_, from_one}, nullptr, &to});
+  }
+  // Of the families that have such a norm; the others have no name for it.
+  void AddOwnNorm(int32_t i, TensorName name, Vector& to) {
+    if (!name.hugging_face.empty()) AddVector(WeightOf(i, name), config_.hidden, to, Presence::kRequired);
+  }
+
+  void AddLayer(int32_t i, LayerWeights& layer) {
+    AddAttention(i, layer);
+    AddVector(WeightOf(i, names_.mlp_norm), config_.hidden, layer.mlp_norm, Presence::kRequired);
+    if (config_.Layer(i).experts) {
+      AddExperts(i, layer);
+    } else {
+      AddMlp(i, layer);
     }
-    const bool down = name.hugging_face == names.expert_down.hugging_face;
-    const int64_t step = down ? 1 : 2, other = name.hugging_face == names.expert_up.hugging_face ? 1 : 0;
-    const std::string whole = down ? shared : fmt::format("{}{}", at, names.expert_gate_up.hugging_face);
-    const Tensor* const found = source.Find(whole);
+    AddOwnNorm(i, names_.mlp_post_norm, layer.mlp_post_norm);
+  }
+
+  void AddAttention(int32_t i, LayerWeights& layer) {
+    const int64_t hidden = config_.hidden;
+    const int64_t q_width = int64_t{config_.num_q_heads} * config_.head_dim;
+    const int64_t kv_width = int64_t{config_.num_kv_heads} * config_.head_dim;
+    AddVector(WeightOf(i, names_.attention_norm), hidden, layer.attention_norm, Presence::kRequired);
+    if (names_.qkv.hugging_face.empty()) {
+      AddMatrix(WeightOf(i, names_.q), q_width, hidden, layer.q, true);
+      AddMatrix(WeightOf(i, names_.k), kv_width, hidden, layer.k, true);
+      AddMatrix(WeightOf(i, names_.v), kv_width, hidden, layer.v);
+    } else {
+      const std::vector<int64_t> shape = {q_width + 2 * kv_width, hidden};
+      const std::string whole = WeightOf(i, names_.qkv);
+      AddPart(WeightOf(i, names_.q), whole, shape, 0, q_width, layer.q, true);
+      AddPart(WeightOf(i, names_.k), whole, shape, q_width, kv_width, layer.k, true);
+      AddPart(WeightOf(i, names_.v), whole, shape, q_width + kv_width, kv_width, layer.v);
+    }
+    AddVector(BiasOf(i, names_.q), q_width, layer.q_bias, architecture_.qkv_bias, true);
+    AddVector(BiasOf(i, names_.k), kv_width, layer.k_bias, architecture_.qkv_bias, true);
+    AddVector(BiasOf(i, names_.v), kv_width, layer.v_bias, architecture_.qkv_bias);
+    AddVector(WeightOf(i, names_.q_norm), config_.head_dim, layer.q_norm, architecture_.qk_norm);
+    AddVector(WeightOf(i, names_.k_norm), config_.head_dim, layer.k_norm, architecture_.qk_norm);
+    AddMatrix(WeightOf(i, names_.o), hidden, q_width, layer.o);
+    AddVector(BiasOf(i, names_.o), hidden, layer.o_bias, architecture_.output_bias);
+    if (!names_.sinks.hugging_face.empty()) {
+      AddVector(TensorOf(i, names_.sinks, ""), config_.num_q_heads, layer.sinks, Presence::kRequired);
+    }
+    AddOwnNorm(i, names_.attention_post_norm, layer.attention_post_norm);
+  }
+
+  void AddMlp(int32_t i, LayerWeights& layer) {
+    const int64_t hidden = config_.hidden, width = config_.intermediate;
+    if (names_.gate_up.hugging_face.empty()) {
+      AddMatrix(WeightOf(i, names_.gate), width, hidden, layer.gate);
+      AddMatrix(WeightOf(i, names_.up), width, hidden, layer.up);
+    } else {
+      const std::vector<int64_t> shape = {2 * width, hidden};
+      AddPart(WeightOf(i, names_.gate), WeightOf(i, names_.gate_up), shape, 0, width, layer.gate);
+      AddPart(WeightOf(i, names_.up), WeightOf(i, names_.gate_up), shape, width, width, layer.up);
+    }
+    AddMatrix(WeightOf(i, names_.down), hidden, width, layer.down);
+    AddVector(BiasOf(i, names_.gate), width, layer.gate_bias, architecture_.mlp_bias);
+    AddVector(BiasOf(i, names_.up), width, layer.up_bias, architecture_.mlp_bias);
+    AddVector(BiasOf(i, names_.down), hidden, layer.down_bias, architecture_.mlp_bias);
+  }
+
+  void AddExperts(int32_t i, LayerWeights& layer) {
+    const int64_t hidden = config_.hidden, width = config_.expert_width;
+    AddMatrix(WeightOf(i, names_.router), config_.num_experts, hidden, layer.router);
+    places_.back().exact = true;
+    AddVector(BiasOf(i, names_.router), config_.num_experts, layer.router_bias, architecture_.expert_bias);
+    layer.experts.resize(static_cast<size_t>(config_.num_experts));
+    for (int32_t e = 0; e < config_.num_experts; ++e) {
+      LayerWeights::Expert& expert = layer.experts[static_cast<size_t>(e)];
+      AddOfExpert({i, e, names_.expert_gate, width, hidden}, expert.gate, expert.gate_bias);
+      AddOfExpert({i, e, names_.expert_up, width, hidden}, expert.up, expert.up_bias);
+      AddOfExpert({i, e, names_.expert_down, hidden, width}, expert.down, expert.down_bias);
+    }
+  }
+
+  // What one expert has of gate, up or down.
+  struct OfExpert {
+    int32_t layer, expert;
+    TensorName name;
+    int64_t rows, cols;
+  };
+  // A tensor of its own, or a part of one that all experts share, of which gate and up may share one again.
+  void AddOfExpert(const OfExpert& part, Matrix& to, Vector& to_bias) {
+    const std::string shared = TensorOf(part.layer, part.name, "");
+    const bool own_name = source_.Find(shared + ".weight") != nullptr;
+    if (own_name || names_.expert_gate_up.hugging_face.empty()) {
+      AddSeparate(part, own_name, to, to_bias);
+    } else {
+      AddFused(part, to, to_bias);
+    }
+  }
+  void AddSeparate(const OfExpert& part, bool shared_by_experts, Matrix& to, Vector& to_bias) {
+    const std::string own = ExpertTensor(part.layer, part.expert, part.name);
+    const std::string shared = TensorOf(part.layer, part.name, "");
+    const int64_t experts = config_.num_experts, first = part.expert * part.rows;
+    if (shared_by_experts) {
+      AddPart(own + ".weight", shared + ".weight", {experts, part.rows, part.cols}, first, part.rows, to);
+    } else {
+      AddMatrix(own + ".weight", part.rows, part.cols, to);
+    }
+    places_.back().expert = true;
+    const Tensor* const tensor =
+        FindChecked(source_, shared + ".bias", {experts, part.rows}, architecture_.expert_bias);
+    if (tensor != nullptr) places_.push_back({{own + ".bias", tensor, 0, part.rows, first}, nullptr, &to_bias});
+  }
+  void AddFused(const OfExpert& part, Matrix& to, Vector& to_bias) {
+    const std::string own = ExpertTensor(part.layer, part.expert, part.name);
+    const int64_t experts = config_.num_experts, rows = part.rows, cols = part.cols;
+    const bool down = part.name.hugging_face == names_.expert_down.hugging_face;
+    const int64_t step = down ? 1 : 2, other = part.name.hugging_face == names_.expert_up.hugging_face ? 1 : 0;
+    const std::string whole = TensorOf(part.layer, down ? part.name : names_.expert_gate_up, "");
+    const Tensor* const found = source_.Find(whole);
     const bool across = found == nullptr || TensorTypeBlockElements(found->type) == 1;
     const std::vector<int64_t> shape =
         across ? std::vector{experts, cols, step * rows} : std::vector{experts, step * rows, cols};
-    const int64_t first = e * step * rows + other;
-    places.push_back({{own + ".weight", FindChecked(source, whole, shape, Presence::kRequired), rows, cols, first,
-                       false, false, step, across ? step * rows : 0},
-                      &to,
-                      nullptr});
-    places.back().expert = true;
-    const Tensor* const tensor = FindChecked(source, whole + "_bias", {experts, step * rows}, architecture.expert_bias);
+    const int64_t first = part.expert * step * rows + other;
+    places_.push_back({{own + ".weight", FindChecked(source_, whole, shape, Presence::kRequired), rows, cols, first,
+                        false, false, step, across ? step * rows : 0},
+                       &to,
+                       nullptr});
+    places_.back().expert = true;
+    const Tensor* const tensor =
+        FindChecked(source_, whole + "_bias", {experts, step * rows}, architecture_.expert_bias);
     if (tensor == nullptr) return;
-    places.push_back({{own + ".bias", tensor, 0, rows, first, false, false, step}, nullptr, &to_bias});
-  };
-
-  matrix("model.embed_tokens.weight", config.vocab_size, hidden, weights.embedding);
-  weights.layers.resize(static_cast<size_t>(config.num_layers));
-  for (int32_t i = 0; i < config.num_layers; ++i) {
-    LayerWeights& layer = weights.layers[static_cast<size_t>(i)];
-    const auto weight = [&](TensorName name) { return fmt::format("model.layers.{}.{}.weight", i, name.hugging_face); };
-    const auto bias = [&](TensorName name) { return fmt::format("model.layers.{}.{}.bias", i, name.hugging_face); };
-    // Of the families that have such a norm; the others have no name for it.
-    const auto own_norm = [&](TensorName name, Vector& to) {
-      if (!name.hugging_face.empty()) vector(weight(name), hidden, to, Presence::kRequired);
-    };
-    vector(weight(names.attention_norm), hidden, layer.attention_norm, Presence::kRequired);
-    if (names.qkv.hugging_face.empty()) {
-      matrix(weight(names.q), q_width, hidden, layer.q, true);
-      matrix(weight(names.k), kv_width, hidden, layer.k, true);
-      matrix(weight(names.v), kv_width, hidden, layer.v);
-    } else {
-      const std::vector<int64_t> shape = {q_width + 2 * kv_width, hidden};
-      part(weight(names.q), weight(names.qkv), shape, 0, q_width, layer.q, true);
-      part(weight(names.k), weight(names.qkv), shape, q_width, kv_width, layer.k, true);
-      part(weight(names.v), weight(names.qkv), shape, q_width + kv_width, kv_width, layer.v);
-    }
-    vector(bias(names.q), q_width, layer.q_bias, architecture.qkv_bias, true);
-    vector(bias(names.k), kv_width, layer.k_bias, architecture.qkv_bias, true);
-    vector(bias(names.v), kv_width, layer.v_bias, architecture.qkv_bias);
-    vector(weight(names.q_norm), config.head_dim, layer.q_norm, architecture.qk_norm);
-    vector(weight(names.k_norm), config.head_dim, layer.k_norm, architecture.qk_norm);
-    matrix(weight(names.o), hidden, q_width, layer.o);
-    vector(bias(names.o), hidden, layer.o_bias, architecture.output_bias);
-    if (!names.sinks.hugging_face.empty()) {
-      vector(fmt::format("model.layers.{}.{}", i, names.sinks.hugging_face), config.num_q_heads, layer.sinks,
-             Presence::kRequired);
-    }
-    own_norm(names.attention_post_norm, layer.attention_post_norm);
-    vector(weight(names.mlp_norm), hidden, layer.mlp_norm, Presence::kRequired);
-    if (config.Layer(i).experts) {
-      matrix(weight(names.router), config.num_experts, hidden, layer.router);
-      places.back().exact = true;
-      vector(bias(names.router), config.num_experts, layer.router_bias, architecture.expert_bias);
-      layer.experts.resize(static_cast<size_t>(config.num_experts));
-      for (int32_t e = 0; e < config.num_experts; ++e) {
-        LayerWeights::Expert& expert = layer.experts[static_cast<size_t>(e)];
-        expert_part(i, e, names.expert_gate, config.expert_width, hidden, expert.gate, expert.gate_bias);
-        expert_part(i, e, names.expert_up, config.expert_width, hidden, expert.up, expert.up_bias);
-        expert_part(i, e, names.expert_down, hidden, config.expert_width, expert.down, expert.down_bias);
-      }
-      own_norm(names.mlp_post_norm, layer.mlp_post_norm);
-      continue;
-    }
-    if (names.gate_up.hugging_face.empty()) {
-      matrix(weight(names.gate), intermediate, hidden, layer.gate);
-      matrix(weight(names.up), intermediate, hidden, layer.up);
-    } else {
-      const std::vector<int64_t> shape = {2 * intermediate, hidden};
-      part(weight(names.gate), weight(names.gate_up), shape, 0, intermediate, layer.gate);
-      part(weight(names.up), weight(names.gate_up), shape, intermediate, intermediate, layer.up);
-    }
-    matrix(weight(names.down), hidden, intermediate, layer.down);
-    vector(bias(names.gate), intermediate, layer.gate_bias, architecture.mlp_bias);
-    vector(bias(names.up), intermediate, layer.up_bias, architecture.mlp_bias);
-    vector(bias(names.down), hidden, layer.down_bias, architecture.mlp_bias);
-    own_norm(names.mlp_post_norm, layer.mlp_post_norm);
+    places_.push_back({{own + ".bias", tensor, 0, rows, first, false, false, step}, nullptr, &to_bias});
   }
-  vector("model.norm.weight", hidden, weights.final_norm, Presence::kRequired);
-  places.back().divisor = config.logits_divisor;
-  if (!config.tied_embeddings) matrix("lm_head.weight", config.vocab_size, hidden, weights.lm_head);
-  return places;
-}
+
+  const ModelSource& source_;
+  const ModelConfig& config_;
+  const Architecture& architecture_;
+  const LayerNames& names_;
+  bool reorders_;
+  std::vector<Place> places_;
+};
+
+std::vector<Place> Places(const ModelSource& source, Weights& weights) { return PlaceList(source, weights).Take(); }
 
 // Memory for a row's codes and scales.
 struct RowScratch {
@@ -505,33 +554,33 @@ int64_t HuggingFaceRow(const ModelConfig& config, std::string_view name, int64_t
   return FileRow(tensor, own, row);
 }
 
-WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode, bool experts_in_file) {
+WeightsSize SizeOfWeights(const ModelSource& source, WeightsMode mode, bool experts_in_file) {
   Weights weights;
-  WeightsPlan plan;
+  WeightsSize size;
   std::set<std::string> types;
   for (const Place& place : Places(source, weights)) {
     if (place.vector != nullptr) {
-      plan.bytes += static_cast<uint64_t>(place.cols) * sizeof(float);
+      size.bytes += static_cast<uint64_t>(place.cols) * sizeof(float);
       continue;
     }
     const WeightType type = PackedType(place, mode);
     types.insert(WeightTypeName(type));
     if (MayStayInFile(place, mode)) {
-      plan.file_bytes += place.bytes();
+      size.file_bytes += place.bytes();
       if (experts_in_file) continue;
     }
-    plan.bytes += Matrix::Bytes(type, static_cast<int32_t>(place.rows), static_cast<int32_t>(place.cols));
+    size.bytes += Matrix::Bytes(type, static_cast<int32_t>(place.rows), static_cast<int32_t>(place.cols));
   }
-  plan.types = fmt::format("{}", fmt::join(types, ", "));
-  if (experts_in_file && plan.file_bytes > 0) {
-    plan.types += fmt::format("; experts stay in the file, {:.2f} GB", static_cast<double>(plan.file_bytes) / 1e9);
+  size.types = fmt::format("{}", fmt::join(types, ", "));
+  if (experts_in_file && size.file_bytes > 0) {
+    size.types += fmt::format("; experts stay in the file, {:.2f} GB", static_cast<double>(size.file_bytes) / 1e9);
   }
   if (const Adapter* const adapter = source.adapter()) {
-    plan.adapter = SizesOf(*adapter, weights.layers.size());
-    plan.bytes += AdapterBytes(*adapter, mode, weights.layers.size());
-    plan.types += fmt::format("; adapter {}", WeightTypeName(AdapterType(mode)));
+    size.adapter = SizesOf(*adapter, weights.layers.size());
+    size.bytes += AdapterBytes(*adapter, mode, weights.layers.size());
+    size.types += fmt::format("; adapter {}", WeightTypeName(AdapterType(mode)));
   }
-  return plan;
+  return size;
 }
 
 Weights LoadWeights(const ModelSource& source, WeightsMode mode, ThreadPool& threads, const LoadProgress& progress,

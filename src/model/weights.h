@@ -126,7 +126,7 @@ std::string SpecialSteps(const ModelConfig& config);
 WeightType PackedType(TensorType file, WeightsMode mode);
 
 // Bytes that the packed weights will take, and the words for it ("int4, int8"); reads no data.
-struct WeightsPlan {
+struct WeightsSize {
   uint64_t bytes = 0;
   uint64_t file_bytes = 0;  // of experts that the file has as they are multiplied
   std::string types;
@@ -134,7 +134,7 @@ struct WeightsPlan {
 };
 // `experts_in_file`: experts that the file has as they are multiplied, f32 or bf16 row behind row, are not copied: the
 // system reads what a token needs of them, and may drop it again. One row of x then takes up to four times as long.
-WeightsPlan PlanWeights(const ModelSource& source, WeightsMode mode, bool experts_in_file = false);
+WeightsSize SizeOfWeights(const ModelSource& source, WeightsMode mode, bool experts_in_file = false);
 
 uint64_t AdapterBytes(const Adapter& adapter, WeightsMode mode, size_t num_layers);  // packed
 // Weights of which nothing is there but what this adapter adds.

@@ -169,7 +169,7 @@ AttentionChoice Over(const AttentionChoice& asked, AttentionChoice choice) {
 
 LayerSettings Resolve(const Fields& fields, const AttentionChoice& choice, const ServedModel& model) {
   return fields.Named("phsa", [&] {
-    return ResolveAttention(choice, model.engine.ConfigOf(model.adapter), model.engine.plan().context);
+    return ResolveAttention(choice, model.engine.ConfigOf(model.adapter), model.engine.memory().context);
   });
 }
 

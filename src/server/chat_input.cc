@@ -281,7 +281,7 @@ void CheckLength(const Fields& fields, const char* key, std::span<const int32_t>
   try {
     CheckPrompt(model.engine, tokens);
   } catch (const Error& error) {
-    const bool is_long = tokens.size() >= static_cast<size_t>(model.engine.plan().context);
+    const bool is_long = tokens.size() >= static_cast<size_t>(model.engine.memory().context);
     throw HttpError(400, error.what(), fields.Name(key), is_long ? "context_length_exceeded" : "invalid_value");
   }
 }

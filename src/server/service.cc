@@ -419,7 +419,7 @@ HttpResponse Service::Tokenize(const HttpRequest& request, const Target& target)
   const TokenizeRequest parsed = ParseTokenize(request.body, *target.served);
   Json body = {{"tokens", parsed.tokens},
                {"count", parsed.tokens.size()},
-               {"max_model_len", target.served->engine.plan().context}};
+               {"max_model_len", target.served->engine.memory().context}};
   if (parsed.with_pieces) {
     Json& pieces = body["pieces"] = Json::array();
     for (const int32_t token : parsed.tokens) pieces.push_back(TokenText(target.served->engine.tokenizer(), token));

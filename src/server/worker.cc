@@ -314,14 +314,14 @@ void Worker::RunInspection() {
   };
   const InspectTask& task = front().task;
   const auto tokens =
-      std::min<int64_t>(static_cast<int64_t>(task.prompt.size()) + task.options.max_tokens, engine_.plan().context);
+      std::min<int64_t>(static_cast<int64_t>(task.prompt.size()) + task.options.max_tokens, engine_.memory().context);
   // An answer that was just written is still there, and so are its prompt's keys.
   const std::span<const int32_t> before =
       std::span(task.prompt).first(task.prompt.size() - static_cast<size_t>(task.last));
   const int32_t known = scheduler_->Known(before, task.attention.get());
   // What is there ends within a page, and its end may be written to: copies of those.
   const int64_t copied = known > 0 ? kCopiedTokens : 0;
-  scheduler_->Reserve(static_cast<int32_t>(std::min<int64_t>(tokens - known + copied, engine_.plan().context)));
+  scheduler_->Reserve(static_cast<int32_t>(std::min<int64_t>(tokens - known + copied, engine_.memory().context)));
   const bool stopping = Stopping(front().cancelled);
   if (!stopping && !scheduler_->HasReserve()) return;  // after another step, perhaps
   Sequence text = scheduler_->Begin(before, task.attention);

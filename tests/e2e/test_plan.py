@@ -37,7 +37,7 @@ def test_a_cache_has_two_rows_a_token_layer_and_head_and_parts_a_block(tiny):
 
 @pytest.mark.parametrize("kv_type", ["bf16", "f32", "int8"])
 def test_info_says_the_same_of_a_cache_as_the_plan(tiny, kv_type):
-    """A C++ test, ServingPlan.ACacheOfEveryType…, holds the plan to what the engine takes."""
+    """A C++ test, ServingNeeds.ACacheOfEveryType…, holds them to what the engine takes."""
     memory = json.loads(run_phsa("info", tiny, "--json").stdout)["memory"]
     out = plan("-m", tiny, "-c", 128_000, "--kv-type", kv_type)
     flags = 128_000

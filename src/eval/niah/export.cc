@@ -13,9 +13,9 @@ using Json = nlohmann::ordered_json;
 
 constexpr const char* kFormat = "phsa niah samples 1";
 
-Json PunctuationIds(const Engine& engine, const NiahPlan& plan) {
+Json PunctuationIds(const Engine& engine, const NiahRuns& runs) {
   Json sets = Json::object();
-  for (const NiahConfiguration& one : plan.configurations) {
+  for (const NiahConfiguration& one : runs.configurations) {
     const std::string& name = one.attention.base.punctuation;
     if (IsDense(one.attention.base) || sets.contains(name)) continue;
     sets[name] = PunctuationOf(engine.tokenizer(), name).Ids();
@@ -25,17 +25,17 @@ Json PunctuationIds(const Engine& engine, const NiahPlan& plan) {
 
 }  // namespace
 
-void ExportNiah(const Engine& engine, const NiahPrompts& prompts, const NiahPlan& plan, const NiahHeader& header,
+void ExportNiah(const Engine& engine, const NiahPrompts& prompts, const NiahRuns& runs, const NiahHeader& header,
                 const std::filesystem::path& path) {
   NewFile file(path);
   Json first = {{"format", kFormat}};
   first.update(header);
   first["vocabulary"] = std::min(engine.config().vocab_size, engine.tokenizer().vocab_size());
-  first["punctuation"] = PunctuationIds(engine, plan);
+  first["punctuation"] = PunctuationIds(engine, runs);
   file.Write(NiahLine(first));
 
   const auto one_by_one = [](int32_t) { return 1; };
-  ForEachNiahBatch(plan, NiahRecords{}, one_by_one, [&](std::span<const NiahMissing> samples) {
+  ForEachNiahBatch(runs, NiahRecords{}, one_by_one, [&](std::span<const NiahMissing> samples) {
     const auto& [place, attentions] = samples.front();
     const NiahSample sample = prompts.Build(place.task, place.length, place.sample);
     const std::vector<int32_t> answer = engine.tokenizer().Encode(sample.answer, SpecialTokens::kAsText);
@@ -48,7 +48,7 @@ void ExportNiah(const Engine& engine, const NiahPrompts& prompts, const NiahPlan
       record.dense = count.dense;
       records.push_back(NiahRecordToJson(record));
     }
-    const int32_t free = plan.scoring == NiahScoring::kForced ? LeadingSpaces(engine.tokenizer(), answer) : 0;
+    const int32_t free = runs.scoring == NiahScoring::kForced ? LeadingSpaces(engine.tokenizer(), answer) : 0;
     file.Write(NiahLine({{"tokens", sample.tokens},
                          {"answer_tokens", answer},
                          {"free_tokens", free},

@@ -11,10 +11,10 @@
 namespace phsa {
 
 // JSON lines, whole or not at all. The first is `header` with "vocabulary" (ids from there on are no text) and
-// "punctuation" (for each set that the plan's policies use, its token ids). Then one for each sample: "tokens",
+// "punctuation" (for each set that the policies of these runs use, its token ids). Then one for each sample: "tokens",
 // "answer_tokens", "free_tokens" (how many of them need not be right), and "records", the lines that `phsa niah --out`
 // would write for its configurations, with nothing found. Throws phsa::Error where the file cannot be written.
-void ExportNiah(const Engine& engine, const NiahPrompts& prompts, const NiahPlan& plan, const NiahHeader& header,
+void ExportNiah(const Engine& engine, const NiahPrompts& prompts, const NiahRuns& runs, const NiahHeader& header,
                 const std::filesystem::path& path);
 
 }  // namespace phsa

@@ -167,25 +167,25 @@ bool NiahFound(std::string_view answer, std::string_view reference) {
          reference.empty();
 }
 
-bool ForEachNiahBatch(const NiahPlan& plan, const NiahRecords& records,
+bool ForEachNiahBatch(const NiahRuns& runs, const NiahRecords& records,
                       const std::function<int32_t(int32_t length)>& batch, const NiahBatchFn& fn) {
   std::vector<int32_t> lengths;
-  for (const NiahConfiguration& one : plan.configurations) {
+  for (const NiahConfiguration& one : runs.configurations) {
     if (std::find(lengths.begin(), lengths.end(), one.length) == lengths.end()) lengths.push_back(one.length);
   }
   std::sort(lengths.begin(), lengths.end());
   // All tasks and lengths of these samples come before the next ones.
   int64_t together = 1;
   for (const int32_t length : lengths) together = std::max<int64_t>(together, batch(length));
-  const int64_t stride = together * plan.shards;
-  for (int64_t first = plan.shard; first < plan.samples; first += stride) {
-    for (const NiahTask task : plan.tasks) {
+  const int64_t stride = together * runs.shards;
+  for (int64_t first = runs.shard; first < runs.samples; first += stride) {
+    for (const NiahTask task : runs.tasks) {
       for (const int32_t length : lengths) {
         std::vector<NiahMissing> missing;
-        const int64_t end = std::min<int64_t>(first + stride, plan.samples);
-        for (int64_t sample = first; sample < end; sample += plan.shards) {
+        const int64_t end = std::min<int64_t>(first + stride, runs.samples);
+        for (int64_t sample = first; sample < end; sample += runs.shards) {
           NiahMissing one{{task, length, static_cast<int32_t>(sample)}, {}};
-          for (const NiahConfiguration& configuration : plan.configurations) {
+          for (const NiahConfiguration& configuration : runs.configurations) {
             if (configuration.length == length &&
                 !records.Contains(task, length, configuration.attention, one.place.sample)) {
               one.attentions.push_back(&configuration.attention);
@@ -203,7 +203,7 @@ bool ForEachNiahBatch(const NiahPlan& plan, const NiahRecords& records,
   return true;
 }
 
-NiahHeader MakeNiahHeader(const Engine& engine, const NiahPlan& plan, const Haystack* haystack,
+NiahHeader MakeNiahHeader(const Engine& engine, const NiahRuns& runs, const Haystack* haystack,
                           const NiahPromptOptions& options) {
   const auto hash = [](const std::string& text) {
     Sha256 sum;
@@ -215,9 +215,9 @@ NiahHeader MakeNiahHeader(const Engine& engine, const NiahPlan& plan, const Hays
   for (const auto& [name, value] : ModelIdentity(engine.source()))
     header[name == "model" ? "fingerprint" : name] = value;
   header.update({{"end_tokens", config.eos_ids},
-                 {"weights", engine.plan().weight_types},
-                 {"kv_type", engine.plan().kv_type},
-                 {"scoring", Name(plan.scoring)},
+                 {"weights", engine.memory().weight_types},
+                 {"kv_type", engine.memory().kv_type},
+                 {"scoring", Name(runs.scoring)},
                  {"seed", options.seed},
                  {"language", Name(options.language)},
                  {"chat", options.chat ? NiahHeader(options.chat->name()) : NiahHeader(false)},
@@ -228,7 +228,7 @@ NiahHeader MakeNiahHeader(const Engine& engine, const NiahPlan& plan, const Hays
   if (options.chat) header["chat_template"] = hash(engine.source().chat_template());
   // A set is told by its name in each record; a file of that name may have changed.
   const std::vector<std::string> sets = PunctuationSetNames();
-  for (const NiahConfiguration& one : plan.configurations) {
+  for (const NiahConfiguration& one : runs.configurations) {
     const std::string& set = one.attention.base.punctuation;
     if (std::find(sets.begin(), sets.end(), set) != sets.end()) continue;
     header["punctuation"] = hash(fmt::format("{}", fmt::join(PunctuationOf(engine.tokenizer(), set).Ids(), ",")));
@@ -249,17 +249,17 @@ NiahRecord EmptyNiahRecord(const NiahPlace& place, const NiahSample& sample, con
   return record;
 }
 
-bool RunNiah(Engine& engine, const NiahPrompts& prompts, const NiahPlan& plan, NiahRecords& records,
+bool RunNiah(Engine& engine, const NiahPrompts& prompts, const NiahRuns& runs, NiahRecords& records,
              const NiahCallbacks& callbacks) {
   NiahProgress progress;
   double all_tokens = 0, done_tokens = 0;
   const auto batch = [&](int32_t length) {
     const int32_t fit =
         engine.cache().num_pages() / std::max(1, static_cast<int32_t>(PagesFor(static_cast<size_t>(length))));
-    const int32_t wanted = plan.batch > 0 ? plan.batch : engine.decoder().max_rows() / length;
+    const int32_t wanted = runs.batch > 0 ? runs.batch : engine.decoder().max_rows() / length;
     return std::max(1, std::min(wanted, fit));
   };
-  ForEachNiahBatch(plan, records, batch, [&](std::span<const NiahMissing> samples) {
+  ForEachNiahBatch(runs, records, batch, [&](std::span<const NiahMissing> samples) {
     for (const NiahMissing& one : samples) {
       progress.missing += static_cast<int64_t>(one.attentions.size());
       all_tokens += static_cast<double>(one.place.length) * static_cast<double>(one.attentions.size());
@@ -290,8 +290,8 @@ bool RunNiah(Engine& engine, const NiahPrompts& prompts, const NiahPlan& plan, N
       return callbacks.stop();
     };
     const auto start = std::chrono::steady_clock::now();
-    const bool answered = plan.scoring == NiahScoring::kReferences ? Generate(engine, attempts, stop)
-                                                                   : ScoreAnswers(engine, attempts, plan.scoring, stop);
+    const bool answered = runs.scoring == NiahScoring::kReferences ? Generate(engine, attempts, stop)
+                                                                   : ScoreAnswers(engine, attempts, runs.scoring, stop);
     if (!answered) return false;
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     for (Attempt& attempt : attempts) {
@@ -306,13 +306,13 @@ bool RunNiah(Engine& engine, const NiahPrompts& prompts, const NiahPlan& plan, N
     return true;
   };
 
-  return ForEachNiahBatch(plan, records, batch, [&](std::span<const NiahMissing> missing) {
+  return ForEachNiahBatch(runs, records, batch, [&](std::span<const NiahMissing> missing) {
     const int32_t length = missing.front().place.length;
     std::vector<NiahSample> samples;
     for (const NiahMissing& one : missing) {
       samples.push_back(prompts.Build(one.place.task, length, one.place.sample));
     }
-    return std::all_of(plan.configurations.begin(), plan.configurations.end(), [&](const NiahConfiguration& one) {
+    return std::all_of(runs.configurations.begin(), runs.configurations.end(), [&](const NiahConfiguration& one) {
       return one.length != length || read(one.attention, missing, samples);
     });
   });

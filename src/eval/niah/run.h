@@ -20,7 +20,7 @@ struct NiahConfiguration {
   LayerSettings attention;  // as Canonical() gives it
 };
 
-struct NiahPlan {
+struct NiahRuns {
   std::vector<NiahTask> tasks;
   std::vector<NiahConfiguration> configurations;
   int32_t samples = 100;
@@ -36,19 +36,19 @@ struct NiahPlace {
 // A sample with the attentions that some records lack for it.
 struct NiahMissing {
   NiahPlace place;
-  std::vector<const LayerSettings*> attentions;  // in the order of the plan, of whose configurations they are
+  std::vector<const LayerSettings*> attentions;  // in the order of the configurations, of which they are
 };
 // fn(samples of one task and length, at most batch(length) of them), samples outermost, so that all configurations see
 // a batch before the next one begins. False where fn returned false, which ends it.
 using NiahBatchFn = std::function<bool(std::span<const NiahMissing>)>;
-bool ForEachNiahBatch(const NiahPlan& plan, const NiahRecords& records,
+bool ForEachNiahBatch(const NiahRuns& runs, const NiahRecords& records,
                       const std::function<int32_t(int32_t length)>& batch, const NiahBatchFn& fn);
 
 // The record of an answer that is yet to come.
 NiahRecord EmptyNiahRecord(const NiahPlace& place, const NiahSample& sample, const LayerSettings& attention);
 
 // What the samples' results depend on, as the first line of a file of records has it.
-NiahHeader MakeNiahHeader(const Engine& engine, const NiahPlan& plan, const Haystack* haystack,
+NiahHeader MakeNiahHeader(const Engine& engine, const NiahRuns& runs, const Haystack* haystack,
                           const NiahPromptOptions& options);
 
 struct NiahProgress {
@@ -71,7 +71,7 @@ bool NiahFound(std::string_view answer, std::string_view reference);
 // Answers that `records` lacks are computed, given to `callbacks.record` and added; a batch with all its configurations
 // before the next, so that an interrupted run has pairs. No more samples are prefilled together than the engine's cache
 // holds. False where it was stopped.
-bool RunNiah(Engine& engine, const NiahPrompts& prompts, const NiahPlan& plan, NiahRecords& records,
+bool RunNiah(Engine& engine, const NiahPrompts& prompts, const NiahRuns& runs, NiahRecords& records,
              const NiahCallbacks& callbacks);
 
 }  // namespace phsa

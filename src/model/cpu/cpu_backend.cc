@@ -668,7 +668,7 @@ void CpuModelBackend::Logits(const std::function<void(size_t wanted, const Logit
 }  // namespace
 
 BackendSizes CpuBackendSizes(const ModelSource& source, const BackendOptions& options, int32_t num_threads) {
-  const WeightsPlan weights = PlanWeights(source, options.weights, options.experts_in_file);
+  const WeightsSize weights = SizeOfWeights(source, options.weights, options.experts_in_file);
   const BufferSizes s = SizesOf(source.config(), options.kv_dtype, options.max_rows, weights.adapter, num_threads);
   BackendSizes sizes;
   sizes.weights = weights.bytes;
