@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <optional>
 #include <string>
 
@@ -44,14 +45,20 @@ void RequireDevice(const Tensor& tensor, const char* name, int32_t device) {
   Require(there, name, device == PHSA_DEVICE_CUDA ? "must be on the CUDA device" : "must be on the CPU");
 }
 
+// The last dimension has `width` elements, one behind the other; `dimensions` says how many there must be.
+void RequireRows(const Tensor& tensor, const char* name, ScalarType type, int64_t width, int32_t device, int64_t last,
+                 const char* dimensions) {
+  RequireDevice(tensor, name, device);
+  Require(tensor.dim() == last + 1, name, dimensions);
+  Require(tensor.scalar_type() == type, name, "has another dtype than q");
+  Require(tensor.size(last) == width, name, "has a wrong last dimension");
+  Require(width <= 1 || tensor.stride(last) == 1, name, "must be contiguous in the last dimension");
+}
+
 // A tensor (rows, heads, width) whose last dimension is contiguous.
 struct Rows {
   Rows(const Tensor& tensor, const char* name, ScalarType type, int64_t width, int32_t device) {
-    RequireDevice(tensor, name, device);
-    Require(tensor.dim() == 3, name, "must have 3 dimensions");
-    Require(tensor.scalar_type() == type, name, "has another dtype than q");
-    Require(tensor.size(2) == width, name, "has a wrong last dimension");
-    Require(width <= 1 || tensor.stride(2) == 1, name, "must be contiguous in the last dimension");
+    RequireRows(tensor, name, type, width, device, 2, "must have 3 dimensions");
     data = tensor.data_ptr();
     rows = tensor.size(0);
     heads = tensor.size(1);
@@ -69,11 +76,7 @@ struct Rows {
 // A tensor (pages, rows, heads, width) whose last dimension is contiguous, such as a view of a serving engine's cache.
 struct Pages {
   Pages(const Tensor& tensor, const char* name, ScalarType type, int64_t width, int32_t device) {
-    RequireDevice(tensor, name, device);
-    Require(tensor.dim() == 4, name, "must have 4 dimensions");
-    Require(tensor.scalar_type() == type, name, "has another dtype than q");
-    Require(tensor.size(3) == width, name, "has a wrong last dimension");
-    Require(width <= 1 || tensor.stride(3) == 1, name, "must be contiguous in the last dimension");
+    RequireRows(tensor, name, type, width, device, 3, "must have 4 dimensions");
     data = tensor.data_ptr();
     pages = tensor.size(0);
     rows = tensor.size(1);
@@ -237,6 +240,46 @@ void AddReps(const Rows& reps, int64_t kv_heads, phsa_kv* kv) {
   kv->rep_head_stride = reps.head_stride;
 }
 
+template <class Params>
+void SetQueries(const Rows& queries, Params* params) {
+  params->q = queries.pointer();
+  params->q_token_stride = queries.row_stride;
+  params->q_head_stride = queries.head_stride;
+}
+
+template <class Params>
+void SetOut(const Rows& out, Params* params) {
+  params->out = out.pointer();
+  params->out_token_stride = out.row_stride;
+  params->out_head_stride = out.head_stride;
+}
+
+// `out` where the attention of these queries is written.
+void SetOutFor(const Rows& queries, const Tensor& out, ScalarType type, int64_t width, int32_t device,
+               phsa_forward_params* params) {
+  const Rows outputs(out, "out", type, width, device);
+  Require(outputs.rows == queries.rows && outputs.heads == queries.heads, "out", "has another shape than q");
+  SetOut(outputs, params);
+}
+
+// Runs `stage` with scratch memory where `like` is.
+template <class Params>
+void Run(phsa_status (*stage)(const phsa_plan*, const Params*), const Plan& plan, Params* params, size_t workspace_size,
+         const Tensor& like, int64_t threads, int64_t stream) {
+  params->workspace_size = workspace_size;
+  const Workspace workspace(like, workspace_size);
+  params->workspace = workspace.data();
+  params->stream = Stream(stream);
+  const Threads pool = Threads::Get(static_cast<int32_t>(threads));
+  params->executor = pool.executor();
+  Check(stage(plan.get(), params));
+}
+
+void RunForward(phsa_status (*stage)(const phsa_plan*, const phsa_forward_params*), const Plan& plan,
+                phsa_forward_params* params, const Tensor& like, int64_t threads, int64_t stream) {
+  Run(stage, plan, params, phsa_plan_workspace_size(plan.get()), like, threads, stream);
+}
+
 void Represent(Tensor k, MaybeTensor flags, Tensor q_lens, Tensor kv_lens, Tensor kv_starts, Tensor rep_starts,
                int64_t policy, int64_t block, int64_t init, int64_t local, int64_t top_k, double lam,
                MaybeTensor head_lambda, int64_t group_reduce, int64_t dense_below, int64_t parts, int64_t survivors,
@@ -251,13 +294,7 @@ void Represent(Tensor k, MaybeTensor flags, Tensor q_lens, Tensor kv_lens, Tenso
   phsa_forward_params params = PHSA_INIT(phsa_forward_params);
   params.kv = KeyValues(keys, nullptr, flags, device);
   AddReps(Rows(reps, "reps", type, phsa_plan_rep_width(plan.get()), device), keys.heads, &params.kv);
-  params.workspace_size = phsa_plan_workspace_size(plan.get());
-  const Workspace workspace(k, params.workspace_size);
-  params.workspace = workspace.data();
-  params.stream = Stream(stream);
-  const Threads pool = Threads::Get(static_cast<int32_t>(threads));
-  params.executor = pool.executor();
-  Check(phsa_represent_with(plan.get(), &params));
+  RunForward(&phsa_represent_with, plan, &params, k, threads, stream);
 }
 
 // Whether the device's kernels take such a call: refuses as the call itself would.
@@ -289,18 +326,12 @@ void Forward(Tensor q, Tensor k, MaybeTensor v, MaybeTensor flags, MaybeTensor r
       threads);
 
   phsa_forward_params params = PHSA_INIT(phsa_forward_params);
-  params.q = queries.pointer();
-  params.q_token_stride = queries.row_stride;
-  params.q_head_stride = queries.head_stride;
+  SetQueries(queries, &params);
   if (v) {
     const Rows values(*v, "v", type, head_dim, device);
     params.kv = KeyValues(keys, &values, flags, device);
     Require(out.has_value() && lse.has_value(), "out", "and lse are needed with v");
-    const Rows outputs(*out, "out", type, head_dim, device);
-    Require(outputs.rows == queries.rows && outputs.heads == queries.heads, "out", "has another shape than q");
-    params.out = outputs.pointer();
-    params.out_token_stride = outputs.row_stride;
-    params.out_head_stride = outputs.head_stride;
+    SetOutFor(queries, *out, type, head_dim, device, &params);
     params.lse = Elements<float>(lse, "lse", ScalarType::Float, queries.rows * queries.heads, device);
   } else {
     params.kv = KeyValues(keys, nullptr, flags, device);
@@ -310,17 +341,58 @@ void Forward(Tensor q, Tensor k, MaybeTensor v, MaybeTensor flags, MaybeTensor r
   const int64_t selection_size = plan.SelectionSize(queries.rows);
   params.selection = Elements<int32_t>(selection, "selection", ScalarType::Int, selection_size, device);
   params.selection_scores = Elements<float>(scores, "scores", ScalarType::Float, selection_size, device);
-  params.workspace_size = phsa_plan_workspace_size(plan.get());
-  const Workspace workspace(q, params.workspace_size);
-  params.workspace = workspace.data();
-  params.stream = Stream(stream);
-  const Threads pool = Threads::Get(static_cast<int32_t>(threads));
-  params.executor = pool.executor();
-  if (v) {
-    Check(phsa_forward(plan.get(), &params));
-  } else if (selection_size > 0) {
-    Check(phsa_select(plan.get(), &params));
+  if (v || selection_size > 0) RunForward(v ? &phsa_forward : &phsa_select, plan, &params, q, threads, stream);
+}
+
+phsa_kv PagedKeyValues(const Pages& keys, const Pages& values, const MaybeTensor& flags, int32_t device) {
+  phsa_kv kv = PHSA_INIT(phsa_kv);
+  kv.k = keys.data;
+  kv.k_token_stride = keys.row_stride;
+  kv.k_head_stride = keys.head_stride;
+  kv.k_page_stride = keys.page_stride;
+  kv.v = values.data;
+  kv.v_token_stride = values.row_stride;
+  kv.v_head_stride = values.head_stride;
+  kv.v_page_stride = values.page_stride;
+  if (flags) {
+    RequireDevice(*flags, "flags", device);
+    Require(flags->scalar_type() == ScalarType::Byte, "flags", "has a wrong dtype");
+    Require(flags->dim() == 2 && flags->size(0) == keys.pages && flags->size(1) == keys.rows && flags->stride(1) == 1,
+            "flags", "must be (pages, page_size), contiguous in the last dimension");
+    kv.flags = static_cast<const uint8_t*>(flags->data_ptr());
+    kv.flags_page_stride = flags->stride(0);
   }
+  return kv;
+}
+
+void AddPagedReps(const Pages& reps, const Pages& keys, const Plan& plan, phsa_kv* kv) {
+  Require(
+      reps.pages == keys.pages && reps.heads == keys.heads && reps.rows == keys.rows / phsa_plan_rep_stride(plan.get()),
+      "reps", "must be (pages, rows of a page, kv_heads, width)");
+  kv->reps = reps.data;
+  kv->rep_row_stride = reps.row_stride;
+  kv->rep_head_stride = reps.head_stride;
+  kv->rep_page_stride = reps.page_stride;
+}
+
+// Every page that a sequence's keys lie on must be there.
+void AddPageTable(const Tensor& page_table, const Tensor& kv_lens, const Pages& keys, int32_t device, phsa_kv* kv) {
+  RequireDevice(page_table, "page_table", device);
+  Require(page_table.scalar_type() == ScalarType::Int && page_table.dim() == 2 && page_table.stride(1) == 1,
+          "page_table", "must be int32 (sequences, pages), contiguous in the last dimension");
+  Require(page_table.size(0) == kv_lens.numel(), "page_table", "has another number of sequences than kv_lens");
+  const auto* const lens = static_cast<const int32_t*>(kv_lens.data_ptr());
+  for (int64_t s = 0; s < kv_lens.numel(); ++s) {
+    const int64_t needed = (lens[s] + keys.rows - 1) / keys.rows;
+    Require(needed <= page_table.size(1), "page_table", "has too few pages for a sequence");
+    if (device != PHSA_DEVICE_CPU) continue;  // the device's numbers are its own
+    const auto* const pages = static_cast<const int32_t*>(page_table.data_ptr()) + s * page_table.stride(0);
+    for (int64_t i = 0; i < needed; ++i) {
+      Require(pages[i] >= 0 && pages[i] < keys.pages, "page_table", "names a page that does not exist");
+    }
+  }
+  kv->page_table = static_cast<const int32_t*>(page_table.data_ptr());
+  kv->page_table_stride = page_table.stride(0);
 }
 
 // Attention over keys on pages, such as those of a serving engine, where they are: k, v (pages, page_size, kv_heads,
@@ -346,74 +418,20 @@ void ForwardPaged(Tensor q, Tensor k, Tensor v, MaybeTensor flags, MaybeTensor r
       threads);
 
   phsa_forward_params params = PHSA_INIT(phsa_forward_params);
-  params.q = queries.pointer();
-  params.q_token_stride = queries.row_stride;
-  params.q_head_stride = queries.head_stride;
-  const Rows outputs(out, "out", type, head_dim, device);
-  Require(outputs.rows == queries.rows && outputs.heads == queries.heads, "out", "has another shape than q");
-  params.out = outputs.pointer();
-  params.out_token_stride = outputs.row_stride;
-  params.out_head_stride = outputs.head_stride;
-  phsa_kv& kv = params.kv;
-  kv = PHSA_INIT(phsa_kv);
-  kv.k = keys.data;
-  kv.k_token_stride = keys.row_stride;
-  kv.k_head_stride = keys.head_stride;
-  kv.k_page_stride = keys.page_stride;
-  kv.v = values.data;
-  kv.v_token_stride = values.row_stride;
-  kv.v_head_stride = values.head_stride;
-  kv.v_page_stride = values.page_stride;
-  if (flags) {
-    RequireDevice(*flags, "flags", device);
-    Require(flags->scalar_type() == ScalarType::Byte, "flags", "has a wrong dtype");
-    Require(flags->dim() == 2 && flags->size(0) == keys.pages && flags->size(1) == keys.rows && flags->stride(1) == 1,
-            "flags", "must be (pages, page_size), contiguous in the last dimension");
-    kv.flags = static_cast<const uint8_t*>(flags->data_ptr());
-    kv.flags_page_stride = flags->stride(0);
-  }
+  SetQueries(queries, &params);
+  SetOutFor(queries, out, type, head_dim, device, &params);
+  params.kv = PagedKeyValues(keys, values, flags, device);
   const int32_t rep_width = phsa_plan_rep_width(plan.get());
-  if (reps && rep_width > 0) {
-    const Pages rows(*reps, "reps", type, rep_width, device);
-    Require(rows.pages == keys.pages && rows.heads == keys.heads &&
-                rows.rows == keys.rows / phsa_plan_rep_stride(plan.get()),
-            "reps", "must be (pages, rows of a page, kv_heads, width)");
-    kv.reps = rows.data;
-    kv.rep_row_stride = rows.row_stride;
-    kv.rep_head_stride = rows.head_stride;
-    kv.rep_page_stride = rows.page_stride;
-  }
-  RequireDevice(page_table, "page_table", device);
-  Require(page_table.scalar_type() == ScalarType::Int && page_table.dim() == 2 && page_table.stride(1) == 1,
-          "page_table", "must be int32 (sequences, pages), contiguous in the last dimension");
-  const auto* const lens = static_cast<const int32_t*>(kv_lens.data_ptr());
+  if (reps && rep_width > 0) AddPagedReps(Pages(*reps, "reps", type, rep_width, device), keys, plan, &params.kv);
   const auto* const new_lens = static_cast<const int32_t*>(q_lens.data_ptr());
-  int64_t total = 0;
-  for (int64_t s = 0; s < q_lens.numel(); ++s) total += new_lens[s];
-  Require(total == queries.rows, "q", "has another number of tokens than q_lens");
-  Require(page_table.size(0) == kv_lens.numel(), "page_table", "has another number of sequences than kv_lens");
-  for (int64_t s = 0; s < kv_lens.numel(); ++s) {
-    const int64_t needed = (lens[s] + keys.rows - 1) / keys.rows;
-    Require(needed <= page_table.size(1), "page_table", "has too few pages for a sequence");
-    if (device != PHSA_DEVICE_CPU) continue;  // the device's numbers are its own
-    const auto* const pages = static_cast<const int32_t*>(page_table.data_ptr()) + s * page_table.stride(0);
-    for (int64_t i = 0; i < needed; ++i) {
-      Require(pages[i] >= 0 && pages[i] < keys.pages, "page_table", "names a page that does not exist");
-    }
-  }
-  kv.page_table = static_cast<const int32_t*>(page_table.data_ptr());
-  kv.page_table_stride = page_table.stride(0);
+  Require(std::accumulate(new_lens, new_lens + q_lens.numel(), int64_t{0}) == queries.rows, "q",
+          "has another number of tokens than q_lens");
+  AddPageTable(page_table, kv_lens, keys, device, &params.kv);
   params.sinks = Elements<float>(sinks, "sinks", ScalarType::Float, queries.heads, device);
   params.kv_lens = Elements<int32_t>(device_lens, "device_lens", ScalarType::Int, kv_lens.numel(), device);
   params.selection =
       Elements<int32_t>(selection, "selection", ScalarType::Int, plan.SelectionSize(queries.rows), device);
-  params.workspace_size = phsa_plan_workspace_size(plan.get());
-  const Workspace workspace(q, params.workspace_size);
-  params.workspace = workspace.data();
-  params.stream = Stream(stream);
-  const Threads pool = Threads::Get(static_cast<int32_t>(threads));
-  params.executor = pool.executor();
-  Check(phsa_forward(plan.get(), &params));
+  RunForward(&phsa_forward, plan, &params, q, threads, stream);
 }
 
 void Backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor selection, Tensor q_lens,
@@ -444,13 +462,9 @@ void Backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse
   const Rows d_values = like(d_v, "d_v", keys);
 
   phsa_backward_params params = PHSA_INIT(phsa_backward_params);
-  params.q = queries.pointer();
-  params.q_token_stride = queries.row_stride;
-  params.q_head_stride = queries.head_stride;
+  SetQueries(queries, &params);
   params.kv = KeyValues(keys, &values, std::nullopt, device);
-  params.out = outputs.pointer();
-  params.out_token_stride = outputs.row_stride;
-  params.out_head_stride = outputs.head_stride;
+  SetOut(outputs, &params);
   params.lse = Elements<float>(lse, "lse", ScalarType::Float, queries.rows * queries.heads, device);
   params.selection =
       Elements<int32_t>(selection, "selection", ScalarType::Int, plan.SelectionSize(queries.rows), device);
@@ -466,13 +480,7 @@ void Backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse
   params.d_v = d_values.pointer();
   params.d_v_token_stride = d_values.row_stride;
   params.d_v_head_stride = d_values.head_stride;
-  params.workspace_size = phsa_plan_backward_workspace_size(plan.get());
-  const Workspace workspace(q, params.workspace_size);
-  params.workspace = workspace.data();
-  params.stream = Stream(stream);
-  const Threads pool = Threads::Get(static_cast<int32_t>(threads));
-  params.executor = pool.executor();
-  Check(phsa_backward(plan.get(), &params));
+  Run(&phsa_backward, plan, &params, phsa_plan_backward_workspace_size(plan.get()), q, threads, stream);
 }
 
 }  // namespace

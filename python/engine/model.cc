@@ -150,9 +150,9 @@ Model::~Model() {
   (void)engine_.release();
 }
 
-MemoryPlan Model::plan() const {
+MemoryNeeds Model::memory() const {
   const std::lock_guard lock(state_mutex_);
-  return plan_;
+  return memory_;
 }
 
 LayerSettings Model::attention() const {
@@ -162,7 +162,7 @@ LayerSettings Model::attention() const {
 
 void Model::KeepState() {
   const std::lock_guard lock(state_mutex_);
-  plan_ = engine_->plan();
+  memory_ = engine_->memory();
   attention_ = engine_->options().attention;
 }
 
@@ -338,7 +338,7 @@ std::unique_ptr<float[]> Model::Logits(std::span<const int32_t> ids) {
   UseAdapter(chosen_adapter_);
   EmptyCache("logits");
   engine_->CheckTokens(ids, "logits");
-  const auto context = static_cast<size_t>(engine_->plan().context);
+  const auto context = static_cast<size_t>(engine_->memory().context);
   if (ids.size() > context) ThrowInvalid("logits: there are {} tokens, and the context holds {}", ids.size(), context);
   const uint64_t bytes = ids.size() * vocab * sizeof(float), available = AvailableMemory();
   if (bytes > available) {

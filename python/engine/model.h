@@ -59,7 +59,7 @@ class Model {
   std::string device_name() const { return engine_->device_name(); }
   const std::string& device_note() const { return engine_->device().note; }
   // As they are now: another thread may change the attention.
-  MemoryPlan plan() const;
+  MemoryNeeds memory() const;
   LayerSettings attention() const;
   void SetAttention(const AttentionChoice& choice);
   void SetAdapter(const std::string& folder);  // empty: none
@@ -85,7 +85,7 @@ class Model {
 
   GenerateOptions Options(const GenerateChoice& choice) const;
   const ChatTemplate& RequireChatTemplate() const;
-  void KeepState();  // for plan() and attention()
+  void KeepState();  // for memory() and attention()
 
   LayerSettings Resolve(const AttentionChoice& choice) const;
 
@@ -112,7 +112,7 @@ class Model {
   std::vector<int64_t> ending_;           // cancelled, and not yet taken from the scheduler
 
   mutable std::mutex state_mutex_;  // never held for long: what follows can be had without a turn
-  MemoryPlan plan_;
+  MemoryNeeds memory_;
   LayerSettings attention_;
   int32_t open_streams_ = 0;
   // Requests that nobody waits for any more; the next step cancels them. Python's garbage collection puts streams here,

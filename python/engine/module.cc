@@ -105,13 +105,13 @@ Model::Progress ToProgress(const nb::object& callable) {
 }
 
 nb::typed<nb::dict, nb::str, nb::int_> MemoryBytes(const Model& model) {
-  const MemoryPlan plan = model.plan();
+  const MemoryNeeds memory = model.memory();
   nb::typed<nb::dict, nb::str, nb::int_> bytes;
-  bytes["weights"] = plan.weights;
-  bytes["key_values"] = plan.key_values;
-  bytes["representatives"] = plan.representatives;
-  bytes["workspace"] = plan.workspace;
-  bytes["total"] = plan.total();
+  bytes["weights"] = memory.weights;
+  bytes["key_values"] = memory.key_values;
+  bytes["representatives"] = memory.representatives;
+  bytes["workspace"] = memory.workspace;
+  bytes["total"] = memory.total();
   return bytes;
 }
 
@@ -192,31 +192,12 @@ void BindResults(nb::module_& m) {
       .def("text", &InspectionText);
 }
 
-void BindEngine(nb::module_& m) {
-  nb::class_<Model>(m, "Engine")
-      .def(
-          "__init__",
-          [](Model* self, const std::string& model, const AttentionChoice& attention, const std::string& adapter,
-             const std::vector<std::string>& other_adapters, const std::string& device, int32_t context,
-             int32_t cache_tokens, int32_t threads, const std::string& weights, const std::string& kv_type,
-             int32_t chunk, const std::string& chat_template, const nb::object& progress) {
-            EngineOptions options;
-            options.device = device;
-            options.weights = WeightsModeFromName(weights);
-            if (kv_type != "auto") options.kv_dtype = KvTypeFromName(kv_type);
-            options.context = context;
-            options.cache_tokens = cache_tokens;
-            options.threads = threads;
-            options.chunk = chunk;
-            new (self) Model(model, adapter, other_adapters, attention, options, chat_template, ToProgress(progress));
-          },
-          "model"_a, "attention"_a, nb::kw_only(), "adapter"_a, "other_adapters"_a, "device"_a, "context"_a,
-          "cache_tokens"_a, "threads"_a, "weights"_a, "kv_type"_a, "chunk"_a, "chat_template"_a, "progress"_a.none())
-      .def_prop_ro("name", [](const Model& model) { return model.config().name; })
+void BindState(nb::class_<Model>& engine) {
+  engine.def_prop_ro("name", [](const Model& model) { return model.config().name; })
       .def_prop_ro("device", [](const Model& model) { return model.device_name(); })
       .def_prop_ro("device_note", [](const Model& model) { return SpellOptions(model.device_note(), Argument); })
-      .def_prop_ro("context", [](const Model& model) { return model.plan().context; })
-      .def_prop_ro("cache_tokens", [](const Model& model) { return model.plan().cache_tokens; })
+      .def_prop_ro("context", [](const Model& model) { return model.memory().context; })
+      .def_prop_ro("cache_tokens", [](const Model& model) { return model.memory().cache_tokens; })
       .def_prop_ro("model_context", [](const Model& model) { return model.config().context; })
       .def_prop_ro("vocab_size", [](const Model& model) { return model.config().vocab_size; })
       .def_prop_ro("eos_ids", [](const Model& model) { return model.config().eos_ids; })
@@ -231,7 +212,11 @@ void BindEngine(nb::module_& m) {
                      return model.chat_template()->name();
                    })
       .def("set_attention", &Model::SetAttention, "attention"_a)
-      .def("set_adapter", &Model::SetAdapter, "folder"_a)
+      .def("set_adapter", &Model::SetAdapter, "folder"_a);
+}
+
+void BindTexts(nb::class_<Model>& engine) {
+  engine
       .def(
           "tokenize",
           [](const Model& model, const std::string& text, bool special) {
@@ -253,7 +238,11 @@ void BindEngine(nb::module_& m) {
           [](const Model& model, const Messages& messages, bool add_generation_prompt) {
             return ToNumpy(model.EncodeChat(ToChat(messages), add_generation_prompt));
           },
-          "messages"_a, "add_generation_prompt"_a)
+          "messages"_a, "add_generation_prompt"_a);
+}
+
+void BindRuns(nb::class_<Model>& engine) {
+  engine
       .def(
           "generate",
           [](Model& model, const std::vector<IdArray>& prompts, const std::vector<uint64_t>& seeds,
@@ -286,6 +275,9 @@ void BindEngine(nb::module_& m) {
             return model.Inspect(View(ids), last, max_tokens);
           },
           "ids"_a, "last"_a, "max_tokens"_a);
+}
+
+void BindStream(nb::module_& m) {
   nb::class_<Stream>(m, "Stream")
       .def(
           "__init__",
@@ -296,6 +288,31 @@ void BindEngine(nb::module_& m) {
       .def("next", &Stream::Next)
       .def("close", &Stream::Close)
       .def_prop_ro("result", &Stream::result);
+}
+
+void BindEngine(nb::module_& m) {
+  nb::class_<Model> engine(m, "Engine");
+  engine.def(
+      "__init__",
+      [](Model* self, const std::string& model, const AttentionChoice& attention, const std::string& adapter,
+         const std::vector<std::string>& other_adapters, const std::string& device, int32_t context,
+         int32_t cache_tokens, int32_t threads, const std::string& weights, const std::string& kv_type, int32_t chunk,
+         const std::string& chat_template, const nb::object& progress) {
+        EngineOptions options;
+        options.device = device;
+        options.weights = WeightsModeFromName(weights);
+        if (kv_type != "auto") options.kv_dtype = KvTypeFromName(kv_type);
+        options.context = context;
+        options.cache_tokens = cache_tokens;
+        options.threads = threads;
+        options.chunk = chunk;
+        new (self) Model(model, adapter, other_adapters, attention, options, chat_template, ToProgress(progress));
+      },
+      "model"_a, "attention"_a, nb::kw_only(), "adapter"_a, "other_adapters"_a, "device"_a, "context"_a,
+      "cache_tokens"_a, "threads"_a, "weights"_a, "kv_type"_a, "chunk"_a, "chat_template"_a, "progress"_a.none());
+  BindState(engine);
+  BindTexts(engine);
+  BindRuns(engine);
 }
 
 }  // namespace
@@ -320,4 +337,5 @@ NB_MODULE(_engine, m) {
   BindChoices(m);
   BindResults(m);
   BindEngine(m);
+  BindStream(m);
 }

@@ -7,9 +7,14 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .rules import RULES
+
+if TYPE_CHECKING:  # they need torch
+    from .calibrate import LayerCalibration
+    from .run import Budget
+    from .tasks import Sample
 
 
 def _list(text: str) -> list[str]:
@@ -74,31 +79,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _table(args: argparse.Namespace) -> None:
-    import torch
+def _numbers(text: str, kind: type, option: str, low: float, high: float) -> list[Any]:
+    try:
+        values = [kind(part) for part in _list(text)]
+    except ValueError:
+        values = []
+    if not values or not all(low <= value <= high for value in values):
+        raise ValueError(f"arena: {option} {text}; allowed: a list of numbers from {low:g} to {high:g}")
+    return values
 
-    from ..hf.load import load_model, load_tokenizer
-    from ..hf.niah import read_samples
-    from . import longbench, tasks
-    from .attend import NAME
-    from .calibrate import calibrate
-    from .run import Budget, Records, Table, entries, needs, read_records, summary
 
-    def numbers(text: str, kind: type, option: str, low: float, high: float) -> list[Any]:
-        try:
-            values = [kind(part) for part in _list(text)]
-        except ValueError:
-            values = []
-        if not values or not all(low <= value <= high for value in values):
-            raise ValueError(f"arena: {option} {text}; allowed: a list of numbers from {low:g} to {high:g}")
-        return values
+def _budgets(args: argparse.Namespace) -> list[Budget]:
+    from .run import Budget
 
     if args.budget:
-        budgets = [Budget(share=share) for share in numbers(args.budget, float, "--budget", 1e-5, 1)]
-    else:
-        budgets = [Budget(top_k=k) for k in numbers(args.top_k, int, "-K", 0, 1 << 16)]
-    found = entries(_list(args.rules), budgets, _list(args.prefill), args.phases)
-    wanted = needs(found)
+        return [Budget(share=share) for share in _numbers(args.budget, float, "--budget", 1e-5, 1)]
+    return [Budget(top_k=k) for k in _numbers(args.top_k, int, "-K", 0, 1 << 16)]
+
+
+def _check(args: argparse.Namespace, wanted: set[str]) -> None:
     if not (args.niah or args.longbench or args.perplexity):
         raise ValueError("arena: nothing to ask; give --niah, --longbench or --perplexity")
     if args.tail < 0 or args.scored < 1 or args.length <= args.scored or (args.samples or 1) < 1:
@@ -108,14 +107,20 @@ def _table(args: argparse.Namespace) -> None:
         raise ValueError(
             f"arena: {', '.join(names)} are calibrated: give --calibration FILE, a text that is in no task"
         )
-    headers = [read_samples(path)[0] for path in args.niah]  # before the weights are loaded
 
-    if args.punctuation_from:
-        headers.append(read_samples(args.punctuation_from)[0])
-    given = {name: ids for header in headers for name, ids in header.get("punctuation", {}).items()}
-    texts = args.perplexity or args.longbench or wanted & {"separators", "calibration"}
-    # Needles are token ids already.
-    tokenizer: Any = load_tokenizer(args.model) if texts or args.punctuation not in given else None
+
+def _given_punctuation(args: argparse.Namespace) -> dict[str, list[int]]:
+    """The ids of punctuation sets that the files of samples carry."""
+    from ..hf.niah import read_samples
+
+    files = [*args.niah, *([args.punctuation_from] if args.punctuation_from else [])]
+    headers = [read_samples(path)[0] for path in files]
+    return {name: ids for header in headers for name, ids in header.get("punctuation", {}).items()}
+
+
+def _samples(args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
+    from . import longbench, tasks
+
     samples = [one for path in args.niah for one in tasks.needles(path, args.tail, args.samples)]
     for text in args.perplexity:
         name, equals, path = text.partition("=")
@@ -129,6 +134,14 @@ def _table(args: argparse.Namespace) -> None:
         if unknown or not sets:
             raise ValueError(f"arena: --sets {','.join(unknown)}; {args.longbench} has: {', '.join(present) or 'none'}")
         samples += tasks.long_bench(args.longbench, sets, tokenizer, args.max_length, args.tail, args.samples)
+    return samples
+
+
+def _load_for(args: argparse.Namespace, samples: Sequence[Sample]) -> Any:
+    import torch
+
+    from ..hf.load import load_model
+    from .attend import NAME
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(args.model, getattr(torch, args.dtype))
@@ -138,20 +151,42 @@ def _table(args: argparse.Namespace) -> None:
     longest = max(sample.prompt + max(len(sample.answer), sample.tokens) for sample in samples)
     if limit and longest > limit:
         raise ValueError(f"arena: the longest sample has {longest} tokens, the model's context {limit}")
-    marks = tasks.Marks.of(model.config.vocab_size, tokenizer, args.punctuation, given, "separators" in wanted)
+    return model
 
+
+def _calibrated(
+    args: argparse.Namespace, model: Any, tokenizer: Any, hashes: bool
+) -> tuple[list[LayerCalibration], str]:
+    """What some rules learn from a text of the model's, and what it was learnt from."""
+    from .calibrate import calibrate
+    from .run import fingerprint
+
+    text = Path(args.calibration).read_text(encoding="utf-8")
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"][: args.calibration_tokens]
+    steps = args.hash_steps if hashes else 0
+    calibration = calibrate(model, ids, hashes, steps, Path(args.out + ".calibration.pt"), fingerprint(model))
+    digest = hashlib.sha256(repr(ids).encode()).hexdigest()[:12]
+    return calibration, f"{digest} {len(ids)} {args.hash_steps}"
+
+
+def _table(args: argparse.Namespace) -> None:
+    from ..hf.load import load_tokenizer
+    from . import tasks
+    from .run import Records, Table, entries, needs, read_records, summary
+
+    found = entries(_list(args.rules), _budgets(args), _list(args.prefill), args.phases)
+    wanted = needs(found)
+    _check(args, wanted)
+    given = _given_punctuation(args)  # before the weights are loaded
+    texts = args.perplexity or args.longbench or wanted & {"separators", "calibration"}
+    # Needles are token ids already.
+    tokenizer: Any = load_tokenizer(args.model) if texts or args.punctuation not in given else None
+    samples = _samples(args, tokenizer)
+    model = _load_for(args, samples)
+    marks = tasks.Marks.of(model.config.vocab_size, tokenizer, args.punctuation, given, "separators" in wanted)
     calibration = learned = None
     if "calibration" in wanted:
-        text = Path(args.calibration).read_text(encoding="utf-8")
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"][: args.calibration_tokens]
-        steps = args.hash_steps if "hash" in wanted else 0
-        from .run import fingerprint
-
-        calibration = calibrate(
-            model, ids, "hash" in wanted, steps, Path(args.out + ".calibration.pt"), fingerprint(model)
-        )
-        digest = hashlib.sha256(repr(ids).encode()).hexdigest()[:12]
-        learned = f"{digest} {len(ids)} {args.hash_steps}"
+        calibration, learned = _calibrated(args, model, tokenizer, "hash" in wanted)
     table = Table(model, tokenizer, marks, args.question, args.tail, calibration, learned)
     records = Records(Path(args.out), table.header(Path(args.model).name))
     try:

@@ -359,9 +359,98 @@ def _ticks(low: float, high: float) -> list[float]:
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+@dataclass(order=True)
+class _Point:
+    x: float  # per cent read
+    y: float
+    low: float
+    high: float
+    rule: str
+
+
+@dataclass
+class _Axes:
+    """Where a share of what is read (logarithmic) and a score lie in the picture."""
+
+    left: float
+    right: float
+    floor: float
+    top: float
+
+    @classmethod
+    def of(cls, group: Group, points: Sequence[_Point], level: float | None) -> _Axes:
+        xs = [p.x for p in points]
+        values = [y for p in points for y in (p.y, p.low, p.high)] + ([level] if level is not None else [])
+        floor, top = (min(values) * 0.995, max(values) * 1.005) if group.perplexity else (0.0, 100.0)
+        if not group.perplexity and not _needle(group):
+            top = max(1.0, max(values) * 1.1)
+        return cls(math.log(min(xs) * 0.9), math.log(max(xs) * 1.1), floor, top)
+
+    def x_at(self, x: float) -> float:
+        inside = (math.log(x) - self.left) / max(1e-9, self.right - self.left)
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * inside
+
+    def y_at(self, y: float) -> float:
+        return _TOP + _HEIGHT * (1 - (y - self.floor) / max(1e-9, self.top - self.floor))
+
+    def drawn(self, xs: Sequence[float]) -> Iterator[str]:
+        for tick in _ticks(self.floor, self.top):
+            y = self.y_at(tick)
+            yield f'<line class="rule" stroke="#e3dfd7" x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}"/>'
+            yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" class="soft" fill="#67625a">{tick:g}</text>'
+        last = -100.0
+        for x in sorted({float(f"{x:.2g}") for x in xs}):
+            if self.x_at(x) - last > 40:
+                last = self.x_at(x)
+                yield (
+                    f'<text x="{last:.1f}" y="{_TOP + _HEIGHT + 18}" text-anchor="middle" class="soft" fill="#67625a">'
+                    f"{x:g}</text>"
+                )
+
+
+def _dashes(dash: int) -> str:
+    return f' stroke-dasharray="{_DASHES[dash % 6]}"' if dash else ""
+
+
+def _legend(names: Sequence[tuple[str, str]], styles: Mapping[str, tuple[int, int]]) -> tuple[list[str], float]:
+    """Of names and their rules, in as many lines as they need, and where the last line is."""
+    legend, y, x = [], _TOP + _HEIGHT + 40, 4.0
+    for name, rule in names:
+        colour, dash = styles[rule]
+        width = 34 + 7.6 * len(name) + 14
+        if x > 4 and x + width > _WIDTH:
+            x, y = 4.0, y + 18
+        legend.append(
+            f'<line class="stroke{colour}" stroke="{_COLOURS[colour]}" stroke-width="2"{_dashes(dash)} x1="{x:.1f}" '
+            f'y1="{y - 4}" x2="{x + 28:.1f}" y2="{y - 4}"/>'
+        )
+        if rule != "dense":
+            legend.append(_marker(colour, x + 14, y - 4, dash % 2 == 1))
+        legend.append(f'<text x="{x + 34:.1f}" y="{y}">{html.escape(name)}</text>')
+        x += width
+    return legend, y
+
+
+def _curve(points: Sequence[_Point], axes: _Axes, styles: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+    colour, dash = styles[points[0].rule]
+    if len(points) > 1:
+        path = " ".join(f"{axes.x_at(p.x):.1f},{axes.y_at(p.y):.1f}" for p in points)
+        yield (
+            f'<polyline class="stroke{colour}" stroke="{_COLOURS[colour]}" stroke-width="1.6" fill="none"'
+            f'{_dashes(dash)} points="{path}"/>'
+        )
+    for p in points:
+        x = axes.x_at(p.x)
+        yield (
+            f'<line class="whisker" stroke="#1f1d1a" stroke-opacity="0.35" x1="{x:.1f}" y1="{axes.y_at(p.low):.1f}" '
+            f'x2="{x:.1f}" y2="{axes.y_at(p.high):.1f}"/>'
+        )
+        yield _marker(colour, x, axes.y_at(p.y), dash % 2 == 1)
+
+
 def _plot(group: Group, which: int, styles: Mapping[str, tuple[int, int]]) -> str:
     """Scores against the share of tokens (0) or bytes (1) read."""
-    series: dict[str, list[tuple[float, float, float, float, str]]] = {}
+    series: dict[str, list[_Point]] = {}
     level: float | None = None
     value = (lambda s: math.exp(-s)) if group.perplexity else (lambda s: 100 * s)
     for line in group.lines:
@@ -371,85 +460,28 @@ def _plot(group: Group, which: int, styles: Mapping[str, tuple[int, int]]) -> st
         share = line.share(which)
         if share:
             low, high = (value(x) for x in interval(list(line.scores.values())))
-            series.setdefault(line.name, []).append((100 * share, value(line.score), low, high, line.rule))
+            series.setdefault(line.name, []).append(_Point(100 * share, value(line.score), low, high, line.rule))
     points = [point for line in series.values() for point in line]
     if not points:
         return ""
+    axes = _Axes.of(group, points, level)
     what = "tokens" if which == 0 else "bytes"
-    xs = [p[0] for p in points]
-    left, right = math.log(min(xs) * 0.9), math.log(max(xs) * 1.1)
-    values = [y for p in points for y in p[1:4]] + ([level] if level is not None else [])
-    floor, top = (min(values) * 0.995, max(values) * 1.005) if group.perplexity else (0.0, 100.0)
-    if not group.perplexity and not _needle(group):
-        top = max(1.0, max(values) * 1.1)
-
-    def x_at(x: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (math.log(x) - left) / max(1e-9, right - left)
-
-    def y_at(y: float) -> float:
-        return _TOP + _HEIGHT * (1 - (y - floor) / max(1e-9, top - floor))
-
     title = f"{'perplexity' if group.perplexity else 'score'} against {what} read, % of dense attention's"
-    parts = [f'<text x="4" y="16" font-weight="600">{html.escape(title)}</text>']
-    for tick in _ticks(floor, top):
-        y = y_at(tick)
-        parts.append(
-            f'<line class="rule" stroke="#e3dfd7" x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}"/>'
-        )
-        parts.append(
-            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" class="soft" fill="#67625a">{tick:g}</text>'
-        )
-    last = -100.0
-    for x in sorted({float(f"{x:.2g}") for x in xs}):
-        if x_at(x) - last > 40:
-            last = x_at(x)
-            parts.append(
-                f'<text x="{last:.1f}" y="{_TOP + _HEIGHT + 18}" text-anchor="middle" class="soft" fill="#67625a">'
-                f"{x:g}</text>"
-            )
+    parts = [f'<text x="4" y="16" font-weight="600">{html.escape(title)}</text>', *axes.drawn([p.x for p in points])]
     if level is not None:
-        y = y_at(level)
+        y = axes.y_at(level)
         parts.append(
             f'<line class="stroke0" stroke="{_COLOURS[0]}" stroke-width="2" x1="{_LEFT}" y1="{y:.1f}" '
             f'x2="{_WIDTH - _RIGHT}" y2="{y:.1f}"/>'
         )
-    legend, y, x = [], _TOP + _HEIGHT + 40, 4.0
-    names = ([("dense", "dense")] if level is not None else []) + [(name, pts[0][4]) for name, pts in series.items()]
-    for name, rule in names:
-        colour, dash = styles[rule]
-        width = 34 + 7.6 * len(name) + 14
-        if x > 4 and x + width > _WIDTH:
-            x, y = 4.0, y + 18
-        pattern = f' stroke-dasharray="{_DASHES[dash % 6]}"' if dash else ""
-        legend.append(
-            f'<line class="stroke{colour}" stroke="{_COLOURS[colour]}" stroke-width="2"{pattern} x1="{x:.1f}" '
-            f'y1="{y - 4}" x2="{x + 28:.1f}" y2="{y - 4}"/>'
-        )
-        if rule != "dense":
-            legend.append(_marker(colour, x + 14, y - 4, dash % 2 == 1))
-        legend.append(f'<text x="{x + 34:.1f}" y="{y}">{html.escape(name)}</text>')
-        x += width
+    names = ([("dense", "dense")] if level is not None else []) + [(name, pts[0].rule) for name, pts in series.items()]
+    legend, bottom = _legend(names, styles)
     for drawn in series.values():
-        drawn.sort()
-        colour, dash = styles[drawn[0][4]]
-        pattern = f' stroke-dasharray="{_DASHES[dash % 6]}"' if dash else ""
-        path = " ".join(f"{x_at(p[0]):.1f},{y_at(p[1]):.1f}" for p in drawn)
-        if len(drawn) > 1:
-            parts.append(
-                f'<polyline class="stroke{colour}" stroke="{_COLOURS[colour]}" stroke-width="1.6" fill="none"{pattern} '
-                f'points="{path}"/>'
-            )
-        for p in drawn:
-            px = x_at(p[0])
-            parts.append(
-                f'<line class="whisker" stroke="#1f1d1a" stroke-opacity="0.35" x1="{px:.1f}" y1="{y_at(p[2]):.1f}" '
-                f'x2="{px:.1f}" y2="{y_at(p[3]):.1f}"/>'
-            )
-            parts.append(_marker(colour, px, y_at(p[1]), dash % 2 == 1))
+        parts += _curve(sorted(drawn), axes, styles)
     body = "\n".join(parts + legend)
     label = html.escape(f"{group.title}: {title}")
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {_WIDTH} {y + 12:.0f}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {_WIDTH} {bottom + 12:.0f}" role="img" '
         f'aria-label="{label}" font-family="sans-serif" font-size="13" fill="#1f1d1a">\n{body}\n</svg>'
     )
 

@@ -15,7 +15,7 @@ Importing this module makes "phsa" known to transformers as an attention impleme
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 try:
@@ -87,8 +87,7 @@ def enable(
 
     Returns the model. Raises ValueError for a model whose attention phsa would get wrong.
     """
-    inner = _unwrap(model)
-    decoder = find_decoder(inner)
+    decoder = find_decoder(_unwrap(model))
     check_config(decoder)
     if punctuation is not None and not isinstance(punctuation, str):
         punctuation = tuple(int(index) for index in punctuation)
@@ -115,13 +114,22 @@ def enable(
     asked = punctuation if punctuation is not None else values.get("punctuation")
     ids = punctuation_ids(config, resolved.base.punctuation, asked, tokenizer, resolved.needs_flags)
 
+    _switch_on(model, resolved, ids, backend, check)
+    return model
+
+
+def _switch_on(model: nn.Module, settings: ModelSettings, ids: Sequence[int] | None, backend: str, check: bool) -> None:
+    """Writes the settings into the model's configuration and lets it attend so; where that fails all is as before."""
+    inner = _unwrap(model)
+    decoder = find_decoder(inner)
+    config = decoder.config
     previous = config._attn_implementation
     hook = ForwardHook.attached(decoder) or ForwardHook.attach(decoder)
     if previous != NAME:
         hook.previous = previous
     hook.backend = backend
     before = {name: getattr(config, name, None) for name in ("phsa", "phsa_punctuation_ids")}
-    config.phsa = resolved.to_json()
+    config.phsa = settings.to_json()
     if config.phsa["punctuation"] not in PUNCTUATION_SETS:
         config.phsa["punctuation"] = "custom"  # its ids lie beside it; a file's name means nothing elsewhere
     _set(config, "phsa_punctuation_ids", ids)
@@ -135,7 +143,6 @@ def enable(
         for name, value in before.items():
             _set(config, name, value)
         raise
-    return model
 
 
 def disable(model: _Model) -> _Model:
