@@ -1,8 +1,9 @@
-"""Load on `phsa serve`, and on llama_cpp.server with the same file, prompts, clients and threads.
+"""Load on `phsa serve`, and on llama_cpp.server or vLLM's server with the same model, prompts and clients.
 
     python bench/server_bench.py --model MODEL.gguf [--phsa build/release/bin/phsa] [--seconds 120] [--clients 64]
         [--short 32,200] [--long 800,2400] [--long-share 0.25] [--answer 32] [--serve-args='--attention phsa'] [--check]
-        [--llama] [--threads 0] [--requests 0] [--drain 60] [--context 8192] [--seed 1]
+        [--llama] [--vllm PYTHON] [--vllm-args='--dtype bfloat16'] [--threads 0] [--requests 0] [--drain 60]
+        [--context 8192] [--seed 1]
 
 Each client sends one request after the other on a connection of its own. A prompt is a piece of a text behind a
 number that is new each time, so that no cache can help; every fourth one is long. --long 8000,8000 --long-share 1 is
@@ -12,6 +13,8 @@ the load of long documents. Every answer must be complete: status 200, a finish_
 under load with that one. Greedy answers are equal with `--serve-args='--weights f32'`.
 
 --llama runs llama_cpp.server (the extra `server` of llama-cpp-python) afterwards, for as long, and prints the ratio.
+--vllm does so with `vllm serve` of the environment whose interpreter is named; --model is a folder then. With
+--vllm-args='--attention-backend CUSTOM' it is vLLM with phsa's plugin (docs/vllm.md).
 Needs nothing but the standard library besides. Loopback only. Prints one JSON line for each server, then a table.
 """
 
@@ -34,6 +37,7 @@ import time
 TEXT = pathlib.Path(__file__).parent / "data/from_sand_hill_to_pine.txt"
 CHARACTERS_PER_TOKEN = 4.3  # of this text, with SmolLM2's tokenizer: about
 CHECKED_PROMPTS = 24
+START_SECONDS = 300
 
 
 def free_port():
@@ -50,7 +54,7 @@ class Peer:
         self.port = port
         self.log = tempfile.NamedTemporaryFile("w", prefix=f"{name}-", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen([str(part) for part in command], stdout=self.log, stderr=self.log)
-        end = time.monotonic() + 120
+        end = time.monotonic() + START_SECONDS
         while True:
             with contextlib.suppress(OSError):
                 if self.get("/v1/models"):
@@ -250,6 +254,8 @@ def main():
     parser.add_argument("--check", action="store_true", help="compare with what a lone client gets")
     parser.add_argument("--llama", action="store_true", help="llama_cpp.server too")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has llama_cpp.server")
+    parser.add_argument("--vllm", metavar="PYTHON", help="vLLM's server too, by this interpreter")
+    parser.add_argument("--vllm-args", default="", help="more flags for vllm serve")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server is left behind
     threads = args.threads or os.cpu_count()
@@ -261,6 +267,11 @@ def main():
         peer = [args.python, "-m", "llama_cpp.server", "--model", args.model, "--port", theirs, "--n_ctx", args.context]
         peer += ["--n_threads", threads, "--n_threads_batch", threads, "--flash_attn", "true"]
         servers.append(("llama_cpp.server", [*peer, "--interrupt_requests", "false", "--verbose", "false"], theirs))
+    if args.vllm:
+        port = free_port()
+        peer = [args.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--port", port]
+        peer += ["--host", "127.0.0.1", "--served-model-name", "x", "--max-model-len", args.context]
+        servers.append(("vLLM", [*peer, *shlex.split(args.vllm_args)], port))
     rows = []
     for name, command, port in servers:
         peer = Peer(name, command, port)
@@ -277,7 +288,7 @@ def main():
         memory = " → ".join(f"{row[key] / 1e6:.0f}" for key in ("memory_start", "memory_third", "memory_end"))
         ratio = (
             f" ({row['tokens_per_s'] / rows[-1]['tokens_per_s']:.2f}×)"
-            if args.llama and rows[-1]["tokens_per_s"]
+            if len(rows) > 1 and rows[-1]["tokens_per_s"]
             else ""
         )
         print(
