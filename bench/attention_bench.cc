@@ -12,11 +12,11 @@
 #include <functional>
 #include <numeric>
 #include <random>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "command_line.h"
 #include "peak.h"
 #include "phsa/attention.h"
 #include "phsa/threads.h"
@@ -34,43 +34,25 @@ struct Options {
   bool backward = true, decode = true, json = false;
 };
 
-std::vector<std::string> Split(const std::string& text) {
-  std::vector<std::string> parts;
-  std::stringstream stream(text);
-  for (std::string part; std::getline(stream, part, ',');) parts.push_back(part);
-  return parts;
-}
-
 constexpr const char* kOptions =
     "bench_attention [--lengths 4096,8192] [--heads 16/8] [--dim 128] [--dtype f32,bf16] [--top-k 16] [--init 128]\n"
     "                [--local 512] [--parts 1] [--survivors 0] [--lambda 0.9] [--policies dense,phsa] [--threads N] "
     "[--repeat 3] [--backward 0|1]\n"
     "                [--decode 0|1] [--json]\n";
 
-[[noreturn]] void Usage(const std::string& problem) {
-  std::fprintf(stderr, "bench_attention: %s\n%s", problem.c_str(), kOptions);
-  std::exit(2);
-}
+constexpr CommandLine kCommandLine = {"bench_attention", kOptions};
 
 Options Parse(int argc, char** argv) {
   Options o;
-  for (int i = 1; i < argc; ++i) {
-    const std::string flag = argv[i];
-    if (flag == "--help") {
-      std::fputs(kOptions, stdout);
-      std::exit(0);
-    }
+  const auto take = [&](const std::string& flag, const std::string& value) {
     if (flag == "--json") {
       o.json = true;
-      continue;
-    }
-    if (i + 1 >= argc) Usage(flag + " needs a value");
-    const std::string value = argv[++i];
-    if (flag == "--lengths") {
+    } else if (flag == "--lengths") {
       o.lengths.clear();
       for (const std::string& v : Split(value)) o.lengths.push_back(std::atoi(v.c_str()));
     } else if (flag == "--heads") {
-      if (std::sscanf(value.c_str(), "%d/%d", &o.q_heads, &o.kv_heads) != 2) Usage("--heads wants QUERY/KV");
+      if (std::sscanf(value.c_str(), "%d/%d", &o.q_heads, &o.kv_heads) != 2)
+        kCommandLine.Refuse("--heads wants QUERY/KV");
     } else if (flag == "--dim") {
       o.dim = std::atoi(value.c_str());
     } else if (flag == "--dtype") {
@@ -98,9 +80,11 @@ Options Parse(int argc, char** argv) {
     } else if (flag == "--decode") {
       o.decode = value == "1";
     } else {
-      Usage("unknown option " + flag);
+      return false;
     }
-  }
+    return true;
+  };
+  kCommandLine.Read(argc, argv, "--json", take);
   if (o.threads == 0) o.threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   return o;
 }
@@ -566,7 +550,7 @@ int main(int argc, char** argv) {
           static_cast<double>(o.lambda), o.parts, o.parts > 1 ? o.survivors : 0, o.repeat);
     }
     for (const std::string& dtype : o.dtypes) {
-      if (dtype != "f32" && dtype != "bf16") Usage("--dtype takes f32 and bf16");
+      if (dtype != "f32" && dtype != "bf16") kCommandLine.Refuse("--dtype takes f32 and bf16");
       for (const int length : o.lengths) BenchLength(o, length, dtype, peak, pool);
     }
     return 0;

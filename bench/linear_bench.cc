@@ -9,13 +9,13 @@
 #include <cstring>
 #include <functional>
 #include <random>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "base/dtype.h"
 #include "base/simd.h"
+#include "command_line.h"
 #include "ops/linear.h"
 #include "peak.h"
 #include "phsa/threads.h"
@@ -47,28 +47,11 @@ constexpr const char* kOptions =
     "types: WEIGHTS/ACTIVATIONS: f32/f32, bf16/bf16, and int8, int4, int4k with f32, bf16, int8; where the CPU has\n"
     "both, also int5, int5k, int6 with bf16, int8\n";
 
-[[noreturn]] void Usage(const std::string& problem) {
-  std::fprintf(stderr, "bench_linear: %s\n%s", problem.c_str(), kOptions);
-  std::exit(2);
-}
-
-std::vector<std::string> Split(const std::string& text) {
-  std::vector<std::string> parts;
-  std::stringstream stream(text);
-  for (std::string part; std::getline(stream, part, ',');) parts.push_back(part);
-  return parts;
-}
+constexpr CommandLine kCommandLine = {"bench_linear", kOptions};
 
 Options Parse(int argc, char** argv) {
   Options o;
-  for (int i = 1; i < argc; ++i) {
-    const std::string flag = argv[i];
-    if (flag == "--help") {
-      std::fputs(kOptions, stdout);
-      std::exit(0);
-    }
-    if (i + 1 >= argc) Usage(flag + " needs a value");
-    const std::string value = argv[++i];
+  const auto take = [&](const std::string& flag, const std::string& value) {
     if (flag == "--m") {
       o.rows.clear();
       for (const std::string& v : Split(value)) o.rows.push_back(std::max(1, std::atoi(v.c_str())));
@@ -85,9 +68,11 @@ Options Parse(int argc, char** argv) {
     } else if (flag == "--onednn") {
       o.onednn = value == "1";
     } else {
-      Usage("unknown option " + flag);
+      return false;
     }
-  }
+    return true;
+  };
+  kCommandLine.Read(argc, argv, "", take);
   if (o.threads <= 0) o.threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   return o;
 }
@@ -158,11 +143,11 @@ Type ParseType(const std::string& text) {
     for (int a = 0; a < 3; ++a) {
       const auto activations = static_cast<ActivationType>(a);
       if (text != std::string(phsa::WeightTypeName(weights)) + "/" + kActivations[a]) continue;
-      if (!phsa::HasProduct(weights, activations)) Usage("this CPU has no product of " + text);
+      if (!phsa::HasProduct(weights, activations)) kCommandLine.Refuse("this CPU has no product of " + text);
       return {weights, activations};
     }
   }
-  Usage("unknown type " + text);
+  kCommandLine.Refuse("unknown type " + text);
 }
 
 Matrix MakeMatrix(WeightType type, int rows, int cols, uint32_t seed) {
@@ -282,7 +267,7 @@ int main(int argc, char** argv) {
     for (const std::string& shape : o.shapes) {
       int rows = 0, cols = 0;
       if (std::sscanf(shape.c_str(), "%dx%d", &rows, &cols) != 2 || rows < 1 || cols < 1)
-        Usage("--shapes wants ROWSxCOLS");
+        kCommandLine.Refuse("--shapes wants ROWSxCOLS");
       // One row reads all weights once: as many copies as no cache can hold, used in turn, as the layers of a model
       // are.
       const size_t bytes = Matrix::Bytes(type.weights, rows, cols);

@@ -40,8 +40,10 @@ void EachRule(Check check) {
 
 constexpr int32_t kPositions = 13 * kBlock + 1;
 
-TEST(BlockRules, AListIsAsLongAndWithinTheBlocksThatTheReferenceChoosesFrom) {
-  std::mt19937 random(1);
+// check(rules, their method, position, what the reference chooses there by some scores)
+template <typename Check>
+void EachChoice(uint32_t seed, Check check) {
+  std::mt19937 random(seed);
   EachRule([&](const BlockRules& rules) {
     const reference::Method method = MethodOf(rules);
     for (int32_t position = 0; position < kPositions; ++position) {
@@ -49,51 +51,54 @@ TEST(BlockRules, AListIsAsLongAndWithinTheBlocksThatTheReferenceChoosesFrom) {
       std::vector<double> scores(static_cast<size_t>(b));
       for (double& score : scores) score = std::uniform_real_distribution<double>()(random);
       const std::vector<int32_t> chosen = reference::Select(method, scores, position);
-      ASSERT_EQ(rules.Chosen(b), static_cast<int32_t>(chosen.size()));
-      for (const int32_t t : chosen) {
-        ASSERT_GE(t, rules.CandidateBegin());
-        ASSERT_LT(t, rules.CandidateEnd(b));
-      }
-      // Every candidate is chosen by some scores, so the range is no wider than it need be.
-      if (rules.Chosen(b) == 0) continue;
-      for (const int32_t t : {rules.CandidateBegin(), rules.CandidateEnd(b) - 1}) {
-        std::fill(scores.begin(), scores.end(), 0.0);
-        scores[static_cast<size_t>(t)] = 1;
-        const std::vector<int32_t> best = reference::Select(method, scores, position);
-        ASSERT_NE(std::find(best.begin(), best.end(), t), best.end());
-      }
+      check(rules, method, position, chosen);
+      if (::testing::Test::HasFatalFailure()) return;
+    }
+  });
+}
+
+TEST(BlockRules, AListIsAsLongAndWithinTheBlocksThatTheReferenceChoosesFrom) {
+  EachChoice(1, [&](const BlockRules& rules, const reference::Method& method, int32_t position,
+                    const std::vector<int32_t>& chosen) {
+    const int32_t b = position / kBlock;
+    ASSERT_EQ(rules.Chosen(b), static_cast<int32_t>(chosen.size()));
+    for (const int32_t t : chosen) {
+      ASSERT_GE(t, rules.CandidateBegin());
+      ASSERT_LT(t, rules.CandidateEnd(b));
+    }
+    // Every candidate is chosen by some scores, so the range is no wider than it need be.
+    if (rules.Chosen(b) == 0) return;
+    for (const int32_t t : {rules.CandidateBegin(), rules.CandidateEnd(b) - 1}) {
+      std::vector<double> scores(static_cast<size_t>(b));
+      scores[static_cast<size_t>(t)] = 1;
+      const std::vector<int32_t> best = reference::Select(method, scores, position);
+      ASSERT_NE(std::find(best.begin(), best.end(), t), best.end());
     }
   });
 }
 
 TEST(BlockRules, AQueryReadsTheTokensThatTheReferenceReads) {
-  std::mt19937 random(2);
-  EachRule([&](const BlockRules& rules) {
-    const reference::Method method = MethodOf(rules);
-    for (int32_t position = 0; position < kPositions; ++position) {
-      const int32_t b = position / kBlock;
-      std::vector<double> scores(static_cast<size_t>(b));
-      for (double& score : scores) score = std::uniform_real_distribution<double>()(random);
-      const std::vector<int32_t> chosen = reference::Select(method, scores, position);
-      const std::vector<int32_t> tokens = reference::Tokens(method, chosen, position);
-      std::vector<int32_t> ours;
-      const auto add = [&](int32_t begin, int32_t end) {
-        for (int32_t i = begin * kBlock; i < std::min(end * kBlock, position + 1); ++i) ours.push_back(i);
-      };
-      add(0, rules.InitEnd(b));
-      for (const int32_t t : chosen) add(t, t + 1);
-      add(rules.LocalBegin(b), b + 1);
-      ASSERT_EQ(ours, tokens) << "init " << rules.init_blocks << ", local " << rules.local_blocks << ", top_k "
-                              << rules.top_k << ", dense " << rules.dense_blocks << ", position " << position;
-      ASSERT_EQ(rules.TokensRead(position, rules.Chosen(b), kBlock), static_cast<int64_t>(tokens.size()));
-      ASSERT_EQ(rules.ReadsAll(b), rules.TokensRead(position, rules.Chosen(b), kBlock) == position + 1);
-      for (int32_t t = 0; t <= b; ++t) {
-        const bool listed = std::find(chosen.begin(), chosen.end(), t) != chosen.end();
-        const bool read = std::find(tokens.begin(), tokens.end(), t * kBlock) != tokens.end();
-        ASSERT_EQ(rules.Always(t, b) || listed, read) << t;
-        if (!read || t < rules.init_blocks || listed) continue;
-        ASSERT_LT(b, rules.LocalQueryEnd(t));
-      }
+  EachChoice(2, [&](const BlockRules& rules, const reference::Method& method, int32_t position,
+                    const std::vector<int32_t>& chosen) {
+    const int32_t b = position / kBlock;
+    const std::vector<int32_t> tokens = reference::Tokens(method, chosen, position);
+    std::vector<int32_t> ours;
+    const auto add = [&](int32_t begin, int32_t end) {
+      for (int32_t i = begin * kBlock; i < std::min(end * kBlock, position + 1); ++i) ours.push_back(i);
+    };
+    add(0, rules.InitEnd(b));
+    for (const int32_t t : chosen) add(t, t + 1);
+    add(rules.LocalBegin(b), b + 1);
+    ASSERT_EQ(ours, tokens) << "init " << rules.init_blocks << ", local " << rules.local_blocks << ", top_k "
+                            << rules.top_k << ", dense " << rules.dense_blocks << ", position " << position;
+    ASSERT_EQ(rules.TokensRead(position, rules.Chosen(b), kBlock), static_cast<int64_t>(tokens.size()));
+    ASSERT_EQ(rules.ReadsAll(b), rules.TokensRead(position, rules.Chosen(b), kBlock) == position + 1);
+    for (int32_t t = 0; t <= b; ++t) {
+      const bool listed = std::find(chosen.begin(), chosen.end(), t) != chosen.end();
+      const bool read = std::find(tokens.begin(), tokens.end(), t * kBlock) != tokens.end();
+      ASSERT_EQ(rules.Always(t, b) || listed, read) << t;
+      if (!read || t < rules.init_blocks || listed) continue;
+      ASSERT_LT(b, rules.LocalQueryEnd(t));
     }
   });
 }
@@ -140,12 +145,7 @@ TEST(BlockRules, TheLargestNumbersDoNotOverflow) {
 }
 
 TEST(BlockRules, AreWhatTheSettingsSay) {
-  Settings settings;
-  settings.policy = Policy::kPhsa;
-  settings.init_tokens = 32;
-  settings.local_tokens = 256;
-  settings.top_k = 8;
-  settings.dense_below = 64;
+  Settings settings = {.policy = Policy::kPhsa, .init_tokens = 32, .local_tokens = 256, .top_k = 8, .dense_below = 64};
   const BlockRules phsa = RulesOf(settings);
   EXPECT_EQ(phsa.init_blocks, 2);
   EXPECT_EQ(phsa.local_blocks, 16);

@@ -53,6 +53,15 @@ struct Runner {
   size_t vocab;
 };
 
+void ExpectChunksGiveTheBitsOfOnePass(Runner& runner, const std::vector<int32_t>& tokens) {
+  Sequence whole(runner.cache);
+  const std::vector<float> expected = runner.Read(whole, tokens);
+  for (const size_t chunk : {1, 7, 64}) {
+    Sequence sequence(runner.cache);
+    EXPECT_TRUE(SameBits(runner.Read(sequence, tokens, chunk), expected)) << chunk;
+  }
+}
+
 TEST(Decoder, ChunksChangeNoBit) {
   const FakeModel model;
   const std::vector<int32_t> tokens = Tokens(200);
@@ -61,12 +70,7 @@ TEST(Decoder, ChunksChangeNoBit) {
                                       {WeightsMode::kInt8, PHSA_F16},
                                       {WeightsMode::kF32, PHSA_INT8}}) {
     Runner runner(model, mode, kv_type);
-    Sequence whole(runner.cache);
-    const std::vector<float> expected = runner.Read(whole, tokens);
-    for (const size_t chunk : {1, 7, 64}) {
-      Sequence sequence(runner.cache);
-      EXPECT_TRUE(SameBits(runner.Read(sequence, tokens, chunk), expected)) << chunk;
-    }
+    ExpectChunksGiveTheBitsOfOnePass(runner, tokens);
   }
 }
 
@@ -174,12 +178,7 @@ TEST(Decoder, AWindowInChunksGivesTheBitsOfOnePass) {
   model.config_for_test().layers = {Window(40), {}};
   const std::vector<int32_t> tokens = Tokens(200);
   Runner runner(model, WeightsMode::kBf16, PHSA_BF16);
-  Sequence whole(runner.cache);
-  const std::vector<float> expected = runner.Read(whole, tokens);
-  for (const size_t chunk : {1, 7, 64}) {
-    Sequence sequence(runner.cache);
-    EXPECT_TRUE(SameBits(runner.Read(sequence, tokens, chunk), expected)) << chunk;
-  }
+  ExpectChunksGiveTheBitsOfOnePass(runner, tokens);
 }
 
 TEST(Experts, ATokenTakesTheLikeliestAndTheirWeightsAddUp) {

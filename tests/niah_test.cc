@@ -9,6 +9,7 @@
 #include <set>
 #include <sstream>
 
+#include "byte_vocabulary.h"
 #include "engine/session.h"
 #include "eval/niah/export.h"
 #include "eval/niah/heatmap.h"
@@ -28,21 +29,9 @@ constexpr NiahTask kAllTasks[] = {NiahTask::kSingle1,    NiahTask::kSingle2,   N
                                   NiahTask::kMultikey1,  NiahTask::kMultikey2, NiahTask::kMultikey3,
                                   NiahTask::kMultivalue, NiahTask::kMultiquery};
 
-std::string Utf8(uint32_t code) {
-  if (code < 0x80) return std::string(1, static_cast<char>(code));
-  return {static_cast<char>(0xc0 | (code >> 6)), static_cast<char>(0x80 | (code & 0x3f))};
-}
-
 // A token for each byte, and a few longer ones, so that tokens of a text are not just those of its sentences.
 Tokenizer SmallTokenizer() {
-  BpeVocabulary vocabulary;
-  vocabulary.model = "gpt2";
-  vocabulary.pre = "qwen2";
-  uint32_t next = 256;
-  for (uint32_t byte = 0; byte < 256; ++byte) {
-    const bool printable = (byte >= 33 && byte <= 126) || (byte >= 161 && byte <= 172) || byte >= 174;
-    vocabulary.tokens.push_back(Utf8(printable ? byte : next++));
-  }
+  BpeVocabulary vocabulary = ByteVocabulary();
   for (const auto& [left, right] : std::vector<std::pair<std::string, std::string>>{
            {"t", "h"}, {"th", "e"}, {"i", "n"}, {"a", "n"}, {"an", "d"}, {"Ġ", "the"}, {".", "\""}, {"Ġ", "\""}}) {
     vocabulary.merges.push_back(fmt::format("{} {}", left, right));

@@ -365,11 +365,7 @@ TEST(AttendGradients, OfKeysAndValuesAddUpOverCallsAndThatOfTheQueryIsOverwritte
 }
 
 TEST(MethodOf, RoundsTheBudgetsUpToBlocksAndKnowsEachPolicy) {
-  Settings settings;
-  settings.policy = Policy::kInfllm2_64;
-  settings.block_size = 64;
-  settings.init_tokens = 16;
-  settings.local_tokens = 144;
+  Settings settings = {.policy = Policy::kInfllm2_64, .block_size = 64, .init_tokens = 16, .local_tokens = 144};
   Method method = MethodOf(settings, 0, 64, PHSA_F32);
   EXPECT_EQ(method.init_blocks, 1);
   EXPECT_EQ(method.local_blocks, 3);

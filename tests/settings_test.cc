@@ -98,11 +98,7 @@ TEST(Settings, TheEndsOfEveryRangeAreAllowed) {
 }
 
 TEST(Settings, Infllm2On64TokenBlocksTakesTheBudgetsOfTheOtherPolicies) {
-  Settings settings;
-  settings.policy = Policy::kInfllm2_64;
-  settings.block_size = 64;
-  settings.init_tokens = 16;
-  settings.local_tokens = 144;
+  Settings settings = {.policy = Policy::kInfllm2_64, .block_size = 64, .init_tokens = 16, .local_tokens = 144};
   EXPECT_NO_THROW(Validate(settings));
   settings.init_tokens = 8;
   EXPECT_EQ(Refusal([&] { Validate(settings); }), "settings: init is 8; allowed: multiples of 16 from 0 to 1073741824");
@@ -134,6 +130,22 @@ TEST(Settings, FromCRefusesAWrongSizeAndUnknownEnums) {
   EXPECT_NE(Refusal([&] { Settings::FromC(c); }).find("group_reduce is 3; allowed: 0 to 2 (sum, "), std::string::npos);
 }
 
+// But for the punctuation, which C does not have.
+Settings EverySettingChanged() {
+  Settings settings;
+  settings.policy = Policy::kQuest;
+  settings.block_size = 32;
+  settings.init_tokens = 64;
+  settings.local_tokens = 96;
+  settings.top_k = 5;
+  settings.lambda = 0.25f;
+  settings.group_reduce = GroupReduce::kMax;
+  settings.dense_below = 320;
+  settings.parts = 4;
+  settings.survivors = 128;
+  return settings;
+}
+
 TEST(Settings, FromCKeepsEveryValue) {
   phsa_settings c{};
   c.struct_size = sizeof(c);
@@ -147,19 +159,7 @@ TEST(Settings, FromCKeepsEveryValue) {
   c.dense_below = 320;
   c.parts = 4;
   c.survivors = 128;
-  const Settings settings = Settings::FromC(c);
-  Settings expected;
-  expected.policy = Policy::kQuest;
-  expected.block_size = 32;
-  expected.init_tokens = 64;
-  expected.local_tokens = 96;
-  expected.top_k = 5;
-  expected.lambda = 0.25f;
-  expected.group_reduce = GroupReduce::kMax;
-  expected.dense_below = 320;
-  expected.parts = 4;
-  expected.survivors = 128;
-  EXPECT_EQ(settings, expected);
+  EXPECT_EQ(Settings::FromC(c), EverySettingChanged());
 }
 
 TEST(SettingsJson, AnEmptyObjectIsTheDefaults) { EXPECT_EQ(SettingsFromJson("{}"), LayerSettings{}); }
@@ -168,17 +168,7 @@ TEST(SettingsJson, EveryKeyIsRead) {
   const LayerSettings settings = SettingsFromJson(R"({
     "attention": "quest", "block": 32, "init": 64, "local": 96, "top_k": 5, "lambda": 0.25,
     "group_reduce": "max", "dense_below": 320, "parts": 4, "survivors": 128, "punctuation": "en+zh"})");
-  Settings expected;
-  expected.policy = Policy::kQuest;
-  expected.block_size = 32;
-  expected.init_tokens = 64;
-  expected.local_tokens = 96;
-  expected.top_k = 5;
-  expected.lambda = 0.25f;
-  expected.group_reduce = GroupReduce::kMax;
-  expected.dense_below = 320;
-  expected.parts = 4;
-  expected.survivors = 128;
+  Settings expected = EverySettingChanged();
   expected.punctuation = "en+zh";
   EXPECT_EQ(settings.base, expected);
   EXPECT_TRUE(settings.layers.empty());

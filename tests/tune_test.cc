@@ -7,6 +7,7 @@
 #include <map>
 #include <set>
 
+#include "byte_vocabulary.h"
 #include "eval/niah/random.h"
 #include "eval/perplexity.h"
 #include "eval/tune_meter.h"
@@ -229,21 +230,9 @@ TEST(Tune, LossesAndTheirDifferencesByHand) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Measuring
 
-std::string Utf8(uint32_t code) {
-  if (code < 0x80) return std::string(1, static_cast<char>(code));
-  return {static_cast<char>(0xc0 | (code >> 6)), static_cast<char>(0x80 | (code & 0x3f))};
-}
-
 // A token for each byte.
 Tokenizer ByteTokenizer() {
-  BpeVocabulary vocabulary;
-  vocabulary.model = "gpt2";
-  vocabulary.pre = "qwen2";
-  uint32_t next = 256;
-  for (uint32_t byte = 0; byte < 256; ++byte) {
-    const bool printable = (byte >= 33 && byte <= 126) || (byte >= 161 && byte <= 172) || byte >= 174;
-    vocabulary.tokens.push_back(Utf8(printable ? byte : next++));
-  }
+  BpeVocabulary vocabulary = ByteVocabulary();
   vocabulary.token_types.assign(vocabulary.tokens.size(), 1);
   return Tokenizer::FromVocabulary(vocabulary, "bytes");
 }

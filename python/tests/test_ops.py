@@ -162,15 +162,7 @@ def test_parts_choose_the_same_in_chunks_and_packed(backend: str, survivors: int
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_parts_have_the_gradients_of_the_selected_tokens(backend: str) -> None:
-    q, k, v, flags = make(300, dtype=DTYPE[backend])
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    kwargs = {**SMALL, "parts": 4, "survivors": 6}
-    out, _, selection = ops.phsa_attention(*leaves, flags, **kwargs, return_selection=True, backend=backend)
-    d_out = torch.randn_like(out)
-    got = torch.autograd.grad(out, leaves, d_out)
-    want = gradients_by_mask(q, k, v, selection, Settings(**kwargs), d_out)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-4)
+    expect_gradients_of_the_selected_tokens(backend, {**SMALL, "parts": 4, "survivors": 6})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -435,19 +427,22 @@ def gradients_by_mask(
     return torch.autograd.grad(out, (q, k, v), d_out.double())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("policy", ["phsa", "quest", "streaming"])
-@pytest.mark.parametrize("group_reduce", ["sum", "none"])
-def test_gradients_are_those_of_the_selected_tokens(backend: str, policy: str, group_reduce: str) -> None:
+def expect_gradients_of_the_selected_tokens(backend: str, kwargs: dict) -> None:
     q, k, v, flags = make(300, dtype=DTYPE[backend])
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    kwargs = options(policy, group_reduce=group_reduce)
     out, _, selection = ops.phsa_attention(*leaves, flags, **kwargs, return_selection=True, backend=backend)
     d_out = torch.randn_like(out)
     got = torch.autograd.grad(out, leaves, d_out)
     want = gradients_by_mask(q, k, v, selection, Settings(**kwargs), d_out)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("policy", ["phsa", "quest", "streaming"])
+@pytest.mark.parametrize("group_reduce", ["sum", "none"])
+def test_gradients_are_those_of_the_selected_tokens(backend: str, policy: str, group_reduce: str) -> None:
+    expect_gradients_of_the_selected_tokens(backend, options(policy, group_reduce=group_reduce))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

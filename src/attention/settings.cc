@@ -13,6 +13,7 @@
 #include "attention/setting_list.h"
 #include "base/as_given.h"
 #include "base/errors.h"
+#include "base/strict_json.h"
 #include "base/utf8.h"
 
 namespace phsa {
@@ -178,25 +179,11 @@ std::pair<int32_t, int32_t> ReadLayers(const std::string& key) {
   return {first, last};
 }
 
-// nlohmann's parser keeps the last of two equal keys and has no limit on depth; a callback can see both.
 Json Parse(std::string_view text) {
-  std::vector<std::set<std::string>> keys;
-  const auto watch = [&](int depth, Json::parse_event_t event, Json& parsed) {
-    if (event == Json::parse_event_t::object_start || event == Json::parse_event_t::array_start) {
-      if (depth >= kMaxDepth) ThrowInvalid("settings: nested deeper than {} levels", kMaxDepth);
-    }
-    if (event == Json::parse_event_t::object_start) {
-      keys.emplace_back();
-    } else if (event == Json::parse_event_t::object_end) {
-      keys.pop_back();
-    } else if (event == Json::parse_event_t::key) {
-      const std::string& key = parsed.get_ref<const std::string&>();
-      if (!keys.back().insert(key).second) ThrowInvalid("settings: {} is given twice", Quoted(key));
-    }
-    return true;
-  };
+  const auto too_deep = [] { ThrowInvalid("settings: nested deeper than {} levels", kMaxDepth); };
+  const auto twice = [](const std::string& key) { ThrowInvalid("settings: {} is given twice", Quoted(key)); };
   try {
-    return Json::parse(text.begin(), text.end(), watch);
+    return ParseStrictly<Json>(text, kMaxDepth, too_deep, twice);
   } catch (const Json::parse_error& error) {
     ThrowInvalid("settings: not valid JSON at byte {}", error.byte);
   } catch (const Json::exception& error) {

@@ -10,6 +10,7 @@
 #include "base/utf8.h"
 #include "cli/budget_json.h"
 #include "cli/commands.h"
+#include "cli/model_command.h"
 #include "cli/options.h"
 #include "cli/prompt.h"
 #include "cli/terminal.h"
@@ -256,8 +257,7 @@ void Ask(const AskFlags& flags) {
 void AddAskCommand(CLI::App& app) {
   CLI::App* const command =
       app.add_subcommand("ask", "answers a question about documents, and shows the passages it was read from");
-  auto flags = std::make_shared<AskFlags>();
-  AddModelFlags(*command, flags->model);
+  const auto flags = FlagsWithModel<AskFlags>(*command);
   command
       ->add_option("FILE", flags->words,
                    "text, Markdown, HTML, PDF, EPUB, DOCX, source code, folders of these, - for standard input; and, "

@@ -5,6 +5,7 @@
 #include "base/errors.h"
 #include "cli/budget_json.h"
 #include "cli/commands.h"
+#include "cli/model_command.h"
 #include "cli/options.h"
 #include "cli/terminal.h"
 #include "eval/speed.h"
@@ -143,8 +144,7 @@ void RunBench(const BenchFlags& flags) {
 
 void AddBenchCommand(CLI::App& app) {
   CLI::App* const command = app.add_subcommand("bench", "speed of prefill (pp) and decode (tg) at lengths and depths");
-  auto flags = std::make_shared<BenchFlags>();
-  AddModelFlags(*command, flags->model);
+  const auto flags = FlagsWithModel<BenchFlags>(*command);
   command->add_option("-p,--n-prompt", flags->prompts, "tokens of a prefill: 512,8k; 0: none")->delimiter(',');
   command->add_option("-n,--n-gen", flags->generates, "tokens to decode: 32; 0: none")->delimiter(',');
   command->add_option("-d,--n-depth", flags->depths, "tokens that are in the cache before: 0,8000")->delimiter(',');

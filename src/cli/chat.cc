@@ -14,6 +14,7 @@
 #include "base/new_file.h"
 #include "cli/commands.h"
 #include "cli/line_editor.h"
+#include "cli/model_command.h"
 #include "cli/options.h"
 #include "cli/prompt.h"
 #include "cli/terminal.h"
@@ -440,8 +441,7 @@ bool Chat::Generate(const std::vector<ChatMessage>& messages) {
 
 void AddChatCommand(CLI::App& app) {
   CLI::App* const command = app.add_subcommand("chat", "a conversation with a model");
-  auto flags = std::make_shared<ChatFlags>();
-  AddModelFlags(*command, flags->model);
+  const auto flags = FlagsWithModel<ChatFlags>(*command);
   command->add_option(
       "-f,--file", flags->document,
       "a document (text, HTML, PDF, EPUB, DOCX) or a folder of them that goes before the first question");

@@ -7,6 +7,7 @@
 #include "base/errors.h"
 #include "base/new_file.h"
 #include "cli/commands.h"
+#include "cli/model_command.h"
 #include "cli/options.h"
 #include "cli/prompt.h"
 #include "cli/terminal.h"
@@ -98,8 +99,7 @@ void RunInspect(const InspectFlags& flags) {
 void AddInspectCommand(CLI::App& app) {
   CLI::App* const command =
       app.add_subcommand("inspect", "shows which blocks of a text the attention read, and how much it missed");
-  auto flags = std::make_shared<InspectFlags>();
-  AddModelFlags(*command, flags->model);
+  const auto flags = FlagsWithModel<InspectFlags>(*command);
   AddPromptFlags(*command, flags->prompt);
   command->add_option("--last", flags->last, "the prompt's last tokens whose choices are shown")
       ->check(CLI::Range(1, kMostQueries));

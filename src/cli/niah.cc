@@ -7,6 +7,7 @@
 #include "attention/policies.h"
 #include "base/errors.h"
 #include "cli/commands.h"
+#include "cli/model_command.h"
 #include "cli/options.h"
 #include "cli/terminal.h"
 #include "eval/niah/export.h"
@@ -295,8 +296,7 @@ void Run(const NiahFlags& flags) {
 
 void AddNiahCommand(CLI::App& app) {
   CLI::App* const command = app.add_subcommand("niah", "finding needles in long texts: RULER's tasks");
-  auto flags = std::make_shared<NiahFlags>();
-  AddModelFlags(*command, flags->model);
+  const auto flags = FlagsWithModel<NiahFlags>(*command);
   command->get_option("--model")->required(false);  // --merge needs none
   command->add_option("--task", flags->tasks, "single_1 to 3, multikey_1 to 3, multivalue, multiquery, or all")
       ->delimiter(',');

@@ -7,6 +7,7 @@
 #include "base/errors.h"
 #include "cli/budget_json.h"
 #include "cli/commands.h"
+#include "cli/model_command.h"
 #include "cli/options.h"
 #include "cli/terminal.h"
 #include "eval/query_blocks.h"
@@ -133,8 +134,7 @@ void RunPerplexity(const PerplexityFlags& flags) {
 void AddPerplexityCommand(CLI::App& app) {
   CLI::App* const command =
       app.add_subcommand("perplexity", "how well the model predicts the first -c tokens of a text, read as one window");
-  auto flags = std::make_shared<PerplexityFlags>();
-  AddModelFlags(*command, flags->model);
+  const auto flags = FlagsWithModel<PerplexityFlags>(*command);
   command->add_option("-f,--file", flags->file, "the text; - for standard input")->required();
   command->add_flag("--json", flags->json, "one JSON object a line");
   command->add_flag("--recall", flags->recall,

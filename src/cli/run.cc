@@ -5,6 +5,7 @@
 #include "base/errors.h"
 #include "cli/budget_json.h"
 #include "cli/commands.h"
+#include "cli/model_command.h"
 #include "cli/options.h"
 #include "cli/prompt.h"
 #include "cli/terminal.h"
@@ -104,8 +105,7 @@ void Run(const RunFlags& flags) {
 
 void AddRunCommand(CLI::App& app) {
   CLI::App* const command = app.add_subcommand("run", "answers one question, about a text if one is given");
-  auto flags = std::make_shared<RunFlags>();
-  AddModelFlags(*command, flags->model);
+  const auto flags = FlagsWithModel<RunFlags>(*command);
   AddPromptFlags(*command, flags->prompt);
   command->add_flag("--json", flags->json, "one JSON object with the answer and its measurements");
   AddPromptCacheFlags(*command, flags->prompt_cache);

@@ -9,6 +9,7 @@
 #include "base/errors.h"
 #include "base/new_file.h"
 #include "cli/commands.h"
+#include "cli/model_command.h"
 #include "cli/options.h"
 #include "cli/prompt.h"
 #include "cli/terminal.h"
@@ -121,17 +122,6 @@ std::unique_ptr<Engine> OpenModelToTune(const TuneFlags& flags, TuneOptions& opt
   return engine;
 }
 
-TuneAbout About(const TuneOptions& options, const ModelConfig& config, const std::vector<NiahTask>& tasks) {
-  TuneAbout about;
-  about.model = config.name;
-  about.budget = options.budget;
-  about.length = options.length;
-  about.samples = options.samples;
-  about.num_layers = options.num_layers;
-  about.tasks = tasks;
-  return about;
-}
-
 // Whether the engine can run some settings; the reason why it cannot is told once.
 class FitCheck {
  public:
@@ -197,10 +187,15 @@ void Run(const TuneFlags& flags, const std::string& command) {
                                                            flags.seed, options.length, WindowsFor(options.samples));
   const std::string prose_name = flags.prose.empty() ? haystack.name() : flags.prose;
   if (windows.empty()) Note("tune: {} is too short to measure perplexity with", prose_name);
-  TuneAbout about = About(options, engine->config(), tasks);
-  about.command = command;
-  about.prose = windows.empty() ? "" : prose_name;
-  about.seed = flags.seed;
+  TuneAbout about = {.model = engine->config().name,
+                     .command = command,
+                     .prose = windows.empty() ? "" : prose_name,
+                     .budget = options.budget,
+                     .length = options.length,
+                     .samples = options.samples,
+                     .num_layers = options.num_layers,
+                     .seed = flags.seed,
+                     .tasks = tasks};
 
   Outputs outputs(flags);
   NiahRecords records;
@@ -240,8 +235,7 @@ void Run(const TuneFlags& flags, const std::string& command) {
 void AddTuneCommand(CLI::App& app) {
   CLI::App* const command =
       app.add_subcommand("tune", "finds the attention's settings that keep the answers at a budget of tokens");
-  auto flags = std::make_shared<TuneFlags>();
-  AddModelFlags(*command, flags->model);
+  const auto flags = FlagsWithModel<TuneFlags>(*command);
   command->remove_option(command->get_option("--ctx-size"));
   command->add_option("--budget", flags->budget, "tokens that a query at the text's end reads, as a share of them");
   command->add_option("--length", flags->length, "tokens of a text: 4k, 32k");

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "base/errors.h"
+#include "base/percent.h"
 #include "documents/document.h"
 #include "documents/markup.h"
 #include "documents/text_builder.h"
@@ -55,23 +56,7 @@ void AddWordParagraphs(const std::string& name, std::string_view xml, int32_t& p
 
 // "OEBPS/text/a%20b.xhtml" of "text/a%20b.xhtml#part" in OEBPS/content.opf.
 std::string Resolve(const std::string& base, std::string_view reference) {
-  reference = reference.substr(0, reference.find('#'));
-  std::string path;
-  for (size_t i = 0; i < reference.size(); ++i) {
-    const auto digit = [&](size_t at) {
-      const char c = at < reference.size() ? reference[at] : ' ';
-      return c >= '0' && c <= '9'   ? c - '0'
-             : c >= 'a' && c <= 'f' ? c - 'a' + 10
-             : c >= 'A' && c <= 'F' ? c - 'A' + 10
-                                    : -1;
-    };
-    if (reference[i] == '%' && digit(i + 1) >= 0 && digit(i + 2) >= 0) {
-      path += static_cast<char>(digit(i + 1) * 16 + digit(i + 2));
-      i += 2;
-    } else {
-      path += reference[i];
-    }
-  }
+  const std::string path = WithoutPercents(reference.substr(0, reference.find('#')));
   if (!path.empty() && path[0] == '/') return path.substr(1);
   std::vector<std::string> parts;
   const std::string joined = base.substr(0, base.rfind('/') == std::string::npos ? 0 : base.rfind('/') + 1) + path;

@@ -1,10 +1,8 @@
 #include "io/json.h"
 
-#include <set>
-#include <vector>
-
 #include "base/errors.h"
 #include "base/mapped_file.h"
+#include "base/strict_json.h"
 #include "io/source.h"
 
 namespace phsa {
@@ -22,23 +20,10 @@ Json ReadJsonFile(const std::filesystem::path& path, size_t limit) {
 }
 
 Json ParseJsonObject(std::string_view text, const std::string& place) {
-  std::vector<std::set<std::string>> keys;
-  const auto watch = [&](int depth, Json::parse_event_t event, Json& parsed) {
-    if (event == Json::parse_event_t::object_start || event == Json::parse_event_t::array_start) {
-      if (depth >= kMaxDepth) ThrowInvalid("{}: is nested deeper than {} levels", place, kMaxDepth);
-    }
-    if (event == Json::parse_event_t::object_start) {
-      keys.emplace_back();
-    } else if (event == Json::parse_event_t::object_end) {
-      keys.pop_back();
-    } else if (event == Json::parse_event_t::key) {
-      const std::string& key = parsed.get_ref<const std::string&>();
-      if (!keys.back().insert(key).second) ThrowInvalid("{}: the key {} is there twice", place, Quoted(key));
-    }
-    return true;
-  };
+  const auto too_deep = [&] { ThrowInvalid("{}: is nested deeper than {} levels", place, kMaxDepth); };
+  const auto twice = [&](const std::string& key) { ThrowInvalid("{}: the key {} is there twice", place, Quoted(key)); };
   try {
-    Json out = Json::parse(text.begin(), text.end(), watch);
+    Json out = ParseStrictly<Json>(text, kMaxDepth, too_deep, twice);
     if (!out.is_object()) ThrowInvalid("{}: is not a JSON object", place);
     return out;
   } catch (const Json::parse_error& error) {

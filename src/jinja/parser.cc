@@ -15,7 +15,6 @@ using Kind = Expression::Kind;
 // The tree is walked by functions that call themselves.
 constexpr int32_t kMaxDepth = 150;
 // The same of the parser, which takes three calls that count for a pair of brackets.
-constexpr int32_t kMaxCalls = 400;
 
 class Parser {
  public:
@@ -63,16 +62,6 @@ class Parser {
   }
 
   // Guards the parser's own recursion.
-  struct Deeper {
-    explicit Deeper(int32_t* depth) : depth_(depth) {
-      if (++*depth_ > kMaxCalls) Fail("it is nested too deep");
-    }
-    ~Deeper() { --*depth_; }
-    Deeper(const Deeper&) = delete;
-    Deeper& operator=(const Deeper&) = delete;
-    int32_t* depth_;
-  };
-
   ExpressionPtr Make(Kind kind, std::vector<ExpressionPtr> parts = {}, std::string name = {}) {
     auto node = std::make_unique<Expression>();
     node->kind = kind;

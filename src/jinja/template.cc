@@ -18,7 +18,6 @@ namespace {
 using Kind = Expression::Kind;
 
 constexpr size_t kMaxSource = size_t{4} << 20;
-constexpr int32_t kMaxCalls = 400;  // of the functions below in each other
 constexpr size_t kValueBytes = 64;
 constexpr int64_t kMaxRange = 1'000'000;
 constexpr size_t kMaxMessage = 300;
@@ -90,16 +89,6 @@ class Interpreter {
   }
 
  private:
-  struct Deeper {
-    explicit Deeper(int32_t* depth) : depth_(depth) {
-      if (++*depth_ > kMaxCalls) Fail("it is nested too deep");
-    }
-    ~Deeper() { --*depth_; }
-    Deeper(const Deeper&) = delete;
-    Deeper& operator=(const Deeper&) = delete;
-    int32_t* depth_;
-  };
-
   void Print(const Text& text, Text* out) {
     meter_.Charge(text.size());
     if (out->size() + text.size() > limits_.output_bytes) Fail("it writes too much");

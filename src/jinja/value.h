@@ -49,6 +49,21 @@ class Meter {
   int64_t steps_, bytes_;
 };
 
+// While it lives, what counts `depth` is one level deeper; too many levels would run out of stack.
+class Deeper {
+ public:
+  explicit Deeper(int32_t* depth) : depth_(depth) {
+    if (++*depth_ > kMostLevels) Fail("it is nested too deep");
+  }
+  ~Deeper() { --*depth_; }
+  Deeper(const Deeper&) = delete;
+  Deeper& operator=(const Deeper&) = delete;
+
+ private:
+  static constexpr int32_t kMostLevels = 400;
+  int32_t* depth_;
+};
+
 struct List;
 class Dict;
 struct Namespace;

@@ -40,11 +40,7 @@ std::string Base64(const std::vector<float>& values) {
 
 EmbeddingsReply::EmbeddingsReply(std::shared_ptr<const ServedModel> model, EmbeddingsRequest request,
                                  std::shared_ptr<Exchange> exchange, std::shared_ptr<std::atomic<bool>> cancelled)
-    : held_(std::move(model)),
-      model_(*held_),
-      request_(std::move(request)),
-      exchange_(std::move(exchange)),
-      cancelled_(std::move(cancelled)),
+    : EngineReply(std::move(model), std::move(request), std::move(exchange), std::move(cancelled)),
       results_(request_.prompts.size()),
       open_(results_.size()) {}
 
@@ -71,7 +67,7 @@ void EmbeddingsReply::OnFailure(std::exception_ptr error) {
 }
 
 void EmbeddingsReply::TakeEnd(size_t index, GenerateResult result) {
-  if (failed_) return;
+  if (failed()) return;
   if (result.reason == StopReason::kInterrupted) {
     TakeFailure(std::make_exception_ptr(HttpError(503, StatusText(503))));
     return;
@@ -96,9 +92,7 @@ void EmbeddingsReply::TakeEnd(size_t index, GenerateResult result) {
 }
 
 void EmbeddingsReply::TakeFailure(const std::exception_ptr& error) {
-  if (failed_) return;
-  failed_ = true;
-  *cancelled_ = true;
+  if (!Fail()) return;
   exchange_->Answer(ErrorResponse(FromException(error)));
 }
 

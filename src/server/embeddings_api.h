@@ -9,24 +9,22 @@
 #include <vector>
 
 #include "server/api.h"
+#include "server/engine_reply.h"
 #include "server/http_types.h"
 #include "server/worker.h"
 
 namespace phsa::server {
 
-class EmbeddingsReply : public TaskListener, public std::enable_shared_from_this<EmbeddingsReply> {
+class EmbeddingsReply : public EngineReply<EmbeddingsRequest>, public std::enable_shared_from_this<EmbeddingsReply> {
  public:
-  // `cancelled`: raised where a text failed, so that the others end.
   EmbeddingsReply(std::shared_ptr<const ServedModel> model, EmbeddingsRequest request,
                   std::shared_ptr<Exchange> exchange, std::shared_ptr<std::atomic<bool>> cancelled);
 
-  const EmbeddingsRequest& request() const { return request_; }
   std::vector<Task> Tasks(const std::shared_ptr<const TextAttention>& attention) const;
   void Begin() {}
 
   void OnPart(size_t, AnswerPart) override {}
   void OnEnd(size_t index, GenerateResult result, const AnswerTimes& times) override;
-  void OnInspection(Inspection) override {}
   void OnFailure(std::exception_ptr error) override;
 
  private:
@@ -34,14 +32,8 @@ class EmbeddingsReply : public TaskListener, public std::enable_shared_from_this
   void TakeEnd(size_t index, GenerateResult result);
   void TakeFailure(const std::exception_ptr& error);
 
-  const std::shared_ptr<const ServedModel> held_;  // so that the model stays in memory
-  const ServedModel& model_;
-  const EmbeddingsRequest request_;
-  const std::shared_ptr<Exchange> exchange_;
-  const std::shared_ptr<std::atomic<bool>> cancelled_;
   std::vector<GenerateResult> results_;
   size_t open_;
-  bool failed_ = false;
 };
 
 }  // namespace phsa::server

@@ -51,11 +51,7 @@ HttpError FromException(const std::exception_ptr& error) {
 
 Generation::Generation(std::shared_ptr<const ServedModel> model, GenerationRequest request,
                        std::shared_ptr<Exchange> exchange, std::shared_ptr<std::atomic<bool>> cancelled)
-    : held_(std::move(model)),
-      model_(*held_),
-      request_(std::move(request)),
-      exchange_(std::move(exchange)),
-      cancelled_(std::move(cancelled)),
+    : EngineReply(std::move(model), std::move(request), std::move(exchange), std::move(cancelled)),
       id_(NewId(request_.chat ? "chatcmpl-" : "cmpl-")),
       created_(UnixTime()) {
   open_ = request_.prompts.size() * static_cast<size_t>(request_.n);
@@ -160,7 +156,7 @@ void Generation::OnPart(size_t index, AnswerPart part) {
 
 void Generation::OnPrefill(size_t index, int32_t done, int32_t total) {
   exchange_->Post([self = shared_from_this(), index, done, total] {
-    if (self->failed_) return;
+    if (self->failed()) return;
     Json chunk = self->Frame(self->request_.chat ? "chat.completion.chunk" : "text_completion");
     chunk["choices"] = Json::array();
     if (self->request_.include_usage) chunk["usage"] = nullptr;
@@ -186,7 +182,7 @@ void Generation::OnFailure(std::exception_ptr error) {
 }
 
 void Generation::TakePart(size_t index, const AnswerPart& part) {
-  if (failed_) return;
+  if (failed()) return;
   const Tokenizer& tokenizer = model_.engine.tokenizer();
   Progress& progress = progress_[index];
   Json choice = Choice(index);
@@ -224,7 +220,7 @@ void Generation::TakePart(size_t index, const AnswerPart& part) {
 }
 
 void Generation::TakeEnd(size_t index, GenerateResult result, const AnswerTimes& times) {
-  if (failed_) return;
+  if (failed()) return;
   if (result.reason == StopReason::kInterrupted) {
     // Either the client has gone and nobody reads this, or the server stops.
     TakeFailure(std::make_exception_ptr(HttpError(503, StatusText(503))));
@@ -297,9 +293,7 @@ void Generation::TakeEnd(size_t index, GenerateResult result, const AnswerTimes&
 }
 
 void Generation::TakeFailure(const std::exception_ptr& error) {
-  if (failed_) return;
-  failed_ = true;
-  *cancelled_ = true;
+  if (!Fail()) return;
   const HttpError http = FromException(error);
   if (!request_.stream) {
     exchange_->Answer(ErrorResponse(http));

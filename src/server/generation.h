@@ -11,6 +11,7 @@
 
 #include "server/answers.h"
 #include "server/api.h"
+#include "server/engine_reply.h"
 #include "server/http_types.h"
 #include "server/tools.h"
 #include "server/worker.h"
@@ -20,13 +21,11 @@ namespace phsa::server {
 // What went wrong behind the request, as an answer.
 HttpError FromException(const std::exception_ptr& error);
 
-class Generation : public TaskListener, public std::enable_shared_from_this<Generation> {
+class Generation : public EngineReply<GenerationRequest>, public std::enable_shared_from_this<Generation> {
  public:
-  // `cancelled`: raised where an answer failed, so that the others end.
   Generation(std::shared_ptr<const ServedModel> model, GenerationRequest request, std::shared_ptr<Exchange> exchange,
              std::shared_ptr<std::atomic<bool>> cancelled);
 
-  const GenerationRequest& request() const { return request_; }
   std::vector<Task> Tasks(const std::shared_ptr<const TextAttention>& attention) const;
   void Begin();  // where it streams: the head, and for a chat whose turn it is
 
@@ -34,7 +33,6 @@ class Generation : public TaskListener, public std::enable_shared_from_this<Gene
   void OnPrefill(size_t index, int32_t done, int32_t total) override;
   void OnSources(size_t index, AnswerSources sources) override;
   void OnEnd(size_t index, GenerateResult result, const AnswerTimes& times) override;
-  void OnInspection(Inspection) override {}
   void OnFailure(std::exception_ptr error) override;
 
  private:
@@ -47,11 +45,6 @@ class Generation : public TaskListener, public std::enable_shared_from_this<Gene
   void Send(Json choice, bool last);
   void SendEvent(const Json& json);
 
-  const std::shared_ptr<const ServedModel> held_;  // so that the model stays in memory
-  const ServedModel& model_;
-  const GenerationRequest request_;
-  const std::shared_ptr<Exchange> exchange_;
-  const std::shared_ptr<std::atomic<bool>> cancelled_;
   const std::string id_;
   const int64_t created_;
   struct Progress {
@@ -64,7 +57,6 @@ class Generation : public TaskListener, public std::enable_shared_from_this<Gene
   std::vector<Progress> progress_;
   std::vector<EndedAnswer> answers_;
   size_t open_ = 0;  // answers that have not ended
-  bool failed_ = false;
 };
 
 }  // namespace phsa::server

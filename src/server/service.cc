@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/percent.h"
 #include "base/utf8.h"
 #include "eval/inspect_report.h"
 #include "io/sha256.h"
@@ -53,33 +54,14 @@ std::string TypeOf(std::string type) {
   return type;
 }
 
-std::string Unescaped(std::string_view path) {
-  std::string out;
-  for (size_t i = 0; i < path.size(); ++i) {
-    const auto digit = [&](size_t at) {
-      const char c = at < path.size() ? path[at] : ' ';
-      return c >= '0' && c <= '9'   ? c - '0'
-             : c >= 'a' && c <= 'f' ? c - 'a' + 10
-             : c >= 'A' && c <= 'F' ? c - 'A' + 10
-                                    : -1;
-    };
-    if (path[i] == '%' && digit(i + 1) >= 0 && digit(i + 2) >= 0) {
-      out += static_cast<char>(digit(i + 1) * 16 + digit(i + 2));
-      i += 2;
-    } else {
-      out += path[i];
-    }
-  }
-  return out;
-}
-
 // Of "path?key=value&…"; empty where the key is not there.
 std::string QueryValue(std::string_view target, std::string_view key) {
   const size_t question = target.find('?');
   std::string_view rest = question == std::string_view::npos ? "" : target.substr(question + 1);
   while (!rest.empty()) {
     const std::string_view one = rest.substr(0, rest.find('&'));
-    if (one.starts_with(key) && one.substr(key.size()).starts_with('=')) return Unescaped(one.substr(key.size() + 1));
+    if (one.starts_with(key) && one.substr(key.size()).starts_with('='))
+      return WithoutPercents(one.substr(key.size() + 1));
     rest.remove_prefix(std::min(one.size() + 1, rest.size()));
   }
   return "";
@@ -394,7 +376,7 @@ HttpResponse Service::Models(const HttpRequest& request) {
   for (Json& one : all) one["created"] = started_;
   const std::string path = PathOf(request.target);
   if (!path.starts_with(kModels)) return JsonResponse({{"object", "list"}, {"data", std::move(all)}});
-  const std::string name = Unescaped(std::string_view(path).substr(kModels.size()));
+  const std::string name = WithoutPercents(std::string_view(path).substr(kModels.size()));
   std::vector<std::string> ids;
   for (Json& one : all) {
     if (one["id"] == name) return JsonResponse(one);

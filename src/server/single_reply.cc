@@ -10,11 +10,7 @@ namespace phsa::server {
 
 SingleReply::SingleReply(std::shared_ptr<const ServedModel> model, GenerationRequest request,
                          std::shared_ptr<Exchange> exchange, std::shared_ptr<std::atomic<bool>> cancelled)
-    : held_(std::move(model)),
-      model_(*held_),
-      request_(std::move(request)),
-      exchange_(std::move(exchange)),
-      cancelled_(std::move(cancelled)),
+    : EngineReply(std::move(model), std::move(request), std::move(exchange), std::move(cancelled)),
       created_(std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch())
                    .count()),
       marks_(model_.engine.tokenizer()),
@@ -45,7 +41,7 @@ void SingleReply::SendEvent(const char* name, const Json& data) {
 
 void SingleReply::OnPart(size_t, AnswerPart part) {
   exchange_->Post([self = shared_from_this(), part = std::move(part)] {
-    if (!self->failed_) self->Pieces(self->parser_.Feed(self->marks_.Restore(part.tokens, part.text)));
+    if (!self->failed()) self->Pieces(self->parser_.Feed(self->marks_.Restore(part.tokens, part.text)));
   });
 }
 
@@ -67,7 +63,7 @@ void SingleReply::Pieces(const std::vector<ReplyPiece>& pieces) {
 }
 
 void SingleReply::TakeEnd(const GenerateResult& result, const AnswerTimes& times) {
-  if (failed_) return;
+  if (failed()) return;
   if (result.reason == StopReason::kInterrupted) {
     TakeFailure(std::make_exception_ptr(HttpError(503, StatusText(503))));
     return;
@@ -87,9 +83,7 @@ void SingleReply::TakeEnd(const GenerateResult& result, const AnswerTimes& times
 }
 
 void SingleReply::TakeFailure(const std::exception_ptr& error) {
-  if (failed_) return;
-  failed_ = true;
-  *cancelled_ = true;
+  if (!Fail()) return;
   const HttpError http = FromException(error);
   if (!request_.stream) {
     exchange_->Answer(Refusal(http));

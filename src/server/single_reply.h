@@ -12,26 +12,24 @@
 
 #include "io/json.h"
 #include "server/api.h"
+#include "server/engine_reply.h"
 #include "server/http_types.h"
 #include "server/tools.h"
 #include "server/worker.h"
 
 namespace phsa::server {
 
-class SingleReply : public TaskListener, public std::enable_shared_from_this<SingleReply> {
+class SingleReply : public EngineReply<GenerationRequest>, public std::enable_shared_from_this<SingleReply> {
  public:
-  // `cancelled` is raised where the answer failed.
   SingleReply(std::shared_ptr<const ServedModel> model, GenerationRequest request, std::shared_ptr<Exchange> exchange,
               std::shared_ptr<std::atomic<bool>> cancelled);
 
-  const GenerationRequest& request() const { return request_; }
   std::vector<Task> Tasks(const std::shared_ptr<const TextAttention>& attention) const;
   void Begin();
 
   void OnPart(size_t index, AnswerPart part) override;
   void OnSources(size_t index, AnswerSources sources) override;
   void OnEnd(size_t index, GenerateResult result, const AnswerTimes& times) override;
-  void OnInspection(Inspection) override {}
   void OnFailure(std::exception_ptr error) override;
 
  protected:
@@ -54,17 +52,11 @@ class SingleReply : public TaskListener, public std::enable_shared_from_this<Sin
   void TakeEnd(const GenerateResult& result, const AnswerTimes& times);
   void TakeFailure(const std::exception_ptr& error);
 
-  const std::shared_ptr<const ServedModel> held_;  // so that the model stays in memory
-  const ServedModel& model_;
-  const GenerationRequest request_;
-  const std::shared_ptr<Exchange> exchange_;
-  const std::shared_ptr<std::atomic<bool>> cancelled_;
   const int64_t created_;
   CallMarks marks_;
   ReplyParser parser_;
   std::optional<AnswerSources> sources_;
   Json measurements_;
-  bool failed_ = false;
 };
 
 }  // namespace phsa::server

@@ -109,15 +109,11 @@ std::string_view Normalize(NormalForm which, std::string_view text, std::string*
   bool after_plain = false;
   bool changed = false;
   for (size_t at = 0; at < text.size();) {
-    uint64_t eight = 0;
-    if (text.size() - at >= sizeof(eight)) {
-      std::memcpy(&eight, text.data() + at, sizeof(eight));
-      if ((eight & 0x8080808080808080u) == 0) {
-        at += sizeof(eight);
-        plain = at - 1;
-        after_plain = true;
-        continue;
-      }
+    if (const size_t ascii = AsciiAhead(text, at); ascii > 0) {
+      at += ascii;
+      plain = at - 1;
+      after_plain = true;
+      continue;
     }
     Utf8Step step = ScanUtf8(text, at);
     if (form.IsPlain(step.code) || form.Passes(step.code)) {

@@ -1,18 +1,12 @@
 #include "tokenizer/utf8_scan.h"
 
-#include <cstring>
-
 namespace phsa {
 
 size_t FirstInvalidUtf8(std::string_view text) {
   for (size_t at = 0; at < text.size();) {
-    uint64_t eight = 0;
-    if (text.size() - at >= sizeof(eight)) {
-      std::memcpy(&eight, text.data() + at, sizeof(eight));
-      if ((eight & 0x8080808080808080u) == 0) {
-        at += sizeof(eight);
-        continue;
-      }
+    if (const size_t ascii = AsciiAhead(text, at); ascii > 0) {
+      at += ascii;
+      continue;
     }
     const Utf8Step step = ScanUtf8(text, at);
     if (step.kind != Utf8Step::Kind::kCharacter) return at;

@@ -115,15 +115,20 @@ class GateParams(ctypes.Structure):
     _fields_ = [("kind", c_int32), ("alpha", c_float), ("limit", c_float)]
 
 
+PRODUCT = [
+    ("m", c_int32),
+    ("n", c_int32),
+    ("k", c_int32),
+    ("weights", MatrixView),
+    ("bias", c_void_p),
+    ("x", c_void_p),
+]
+
+
 class FewRowsParams(ctypes.Structure):
     _fields_ = [
         ("result", c_int32),
-        ("m", c_int32),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("weights", MatrixView),
-        ("bias", c_void_p),
-        ("x", c_void_p),
+        *PRODUCT,
         ("norm", c_void_p),
         ("eps", c_float),
         ("y", c_void_p),
@@ -134,12 +139,7 @@ class FewRowsParams(ctypes.Structure):
 
 class SomeRowsParams(ctypes.Structure):
     _fields_ = [
-        ("m", c_int32),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("weights", MatrixView),
-        ("bias", c_void_p),
-        ("x", c_void_p),
+        *PRODUCT,
         ("y", c_void_p),
         ("result", c_int32),
         ("scale", c_float),

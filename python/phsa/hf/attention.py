@@ -43,6 +43,12 @@ class Batch:
     kv_index: Tensor | None = None  # rows of all flattened tokens that are real; None: each row from its start on
     packed: bool = False  # several sequences in one row
 
+    @classmethod
+    def unpadded(cls, settings: ModelSettings, backend: str, rows: int, past: int, q_len: int) -> Batch:
+        """One in which all tokens are real, and each row is a sequence; without flags and a cache."""
+        q_lens, kv_lens, starts = [q_len] * rows, [past + q_len] * rows, [0] * rows
+        return cls(settings, backend, None, None, rows, past, q_len, q_lens, kv_lens, starts)
+
     @property
     def kv_len(self) -> int:
         return self.past + self.q_len
@@ -203,18 +209,8 @@ def make_batch(
             f"phsa: the attention mask has the shape {tuple(attention_mask.shape)}; {past} cached and {q_len} new "
             f"tokens in {rows} rows need {(rows, kv_len)}"
         )
-    batch = Batch(
-        settings=settings,
-        backend=backend,
-        flags=flags,
-        cache=cache,
-        rows=rows,
-        past=past,
-        q_len=q_len,
-        q_lens=[q_len] * rows,
-        kv_lens=[kv_len] * rows,
-        starts=[0] * rows,
-    )
+    batch = Batch.unpadded(settings, backend, rows, past, q_len)
+    batch.flags, batch.cache = flags, cache
     if attention_mask is not None and not bool(attention_mask.bool().all()):
         if cu_seq_lens is not None:
             raise ValueError("phsa: cu_seq_lens_q and padding in the attention mask do not go together")
@@ -638,18 +634,7 @@ def _static(
         parts=parts,
         survivors=survivors,
     )
-    batch = Batch(
-        settings=ModelSettings(settings),
-        backend=backend,
-        flags=None,
-        cache=None,
-        rows=rows,
-        past=past,
-        q_len=q_len,
-        q_lens=[q_len] * rows,
-        kv_lens=[tokens] * rows,
-        starts=[0] * rows,
-    )
+    batch = Batch.unpadded(ModelSettings(settings), backend, rows, past, q_len)
     if mask is not None and not bool(mask[:, :tokens].all()):
         for name, value in _mask_layout(mask[:, :tokens], past, q_len).items():
             setattr(batch, name, value)
