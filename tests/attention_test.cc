@@ -337,7 +337,7 @@ TEST_F(Attention, EveryHeadDimGroupSizeBlockSizeAndTypeAgreesWithTheReference) {
 }
 
 TEST_F(Attention, ThreadCountStagesAndWhereRepresentativesLiveChangeNoBit) {
-  ThreadPool pool2(2), pool5(5);
+  ThreadPool pool2(2, 2), pool5(5, 5);
   Random random(3);
   for (int n = 0; n < 40; ++n) {
     const AttentionCase c = RandomCase(&random, {.work = 2'000'000});
@@ -531,7 +531,7 @@ TEST(Window, ReadsItsTokensAndTakesNothingButDenseForward) {
 TEST_F(Attention, ALongPromptInChunksGivesTheBitsOfOnePass) {
   // Longer than any tile of a kernel and than the chunk of 512, long enough for kernels that treat long prompts apart,
   // beside a short sequence that they do not.
-  ThreadPool pool(3);
+  ThreadPool pool(3, 3);
   Random random(5);
   int n = 0;
   for (const Policy policy : {Policy::kPhsa, Policy::kPhsa, Policy::kPhsa, Policy::kDense, Policy::kInfllm2_64,
@@ -595,7 +595,7 @@ TEST_F(Attention, AFewQueriesOverALongCacheAgreeWithTheReference) {
 }
 
 TEST_F(Attention, AFewQueriesReadInPiecesByManyThreadsGiveTheBitsOfATileOfMany) {
-  ThreadPool pool(16);  // more than cores: workers are interrupted anywhere
+  ThreadPool pool(16, 16);  // more than cores: workers are interrupted anywhere
   Random random(29);
   int n = 0;
   for (const Policy policy : {Policy::kDense, Policy::kPhsa, Policy::kInfllm2_64, Policy::kQuest, Policy::kPhsa,
@@ -1474,7 +1474,7 @@ void ExpectGradient(const char* name, const std::vector<float>& got, const std::
 }
 
 TEST_F(Attention, GradientsAgreeWithTheReferenceForEveryPolicy) {
-  ThreadPool pool(3);
+  ThreadPool pool(3, 3);
   Random random(21);
   for (int n = 0; n < 48; ++n) {
     AttentionCase c = RandomCase(&random, {.work = 3'000'000, .self_attention = true});

@@ -103,7 +103,7 @@ TEST_F(Ops, ThreadsAndNeighboursInACallChangeNoBit) {
       const auto alone_q = Multiply(x, m, pair.activations, {{&q.matrix, bias.data()}})[0];
       const auto alone_k = Multiply(x, m, pair.activations, {{&k.matrix}})[0];
       for (const int32_t threads : {1, 2, 3}) {
-        ThreadPool pool(threads);
+        ThreadPool pool(threads, threads);
         const auto y = Multiply(x, m, pair.activations, {{&k.matrix}, {&q.matrix, bias.data()}, {&k.matrix}}, &pool);
         ASSERT_EQ(y[0], alone_k) << threads << " threads, m " << m;
         ASSERT_EQ(y[1], alone_q) << threads << " threads, m " << m;
@@ -127,7 +127,7 @@ TEST_F(Ops, AGateWhereBothHalvesAreMadeGivesTheBitsOfOneAfterwards) {
       std::vector<float> expected(halves[0].size());
       SiluMul(halves[0].data(), kRows, halves[1].data(), kRows, m, kRows, expected.data(), kRows, {});
       for (const int32_t threads : {1, 3}) {
-        ThreadPool pool(threads);
+        ThreadPool pool(threads, threads);
         ASSERT_EQ(Multiply(x, m, pair.activations, {{&a.matrix}, {&b.matrix}}, &pool, &gate)[0], expected)
             << threads << " threads, m " << m;
       }
@@ -155,7 +155,7 @@ TEST_F(Ops, RowsOfAFileHaveTheBitsOfPackedOnes) {
         const std::vector<float> x = RandomFloats(static_cast<size_t>(m) * static_cast<size_t>(cols), 8);
         const auto packed = Multiply(x, m, pair.activations, {{&w.matrix, bias.data()}})[0];
         for (const int32_t threads : {1, 3}) {
-          ThreadPool pool(threads);
+          ThreadPool pool(threads, threads);
           const auto y = Multiply(x, m, pair.activations, {{&of_file, bias.data()}, {&of_file}}, &pool);
           ASSERT_EQ(y[0], packed) << rows << " x " << cols << ", " << threads << " threads, m " << m;
         }
@@ -471,7 +471,7 @@ TEST_F(Ops, StoredCodesAreTheNearestAndSpecialRowsKeepTheirMeaning) {
   values[5 * kStride + 3] = kNan;
   values[6 * kStride + 15] = -kInfinity;
   const int64_t code_rows[kRows] = {512, 0, 1024, 768, 256, 1536, 1280}, scale_rows[kRows] = {6, 4, 2, 0, 1, 3, 5};
-  ThreadPool threads(3);
+  ThreadPool threads(3, 3);
   ForEachTarget([&] {
     for (const int32_t dim : {64, 80, 96, 128, 256}) {
       std::vector<int8_t> codes(7 * 256, 99);
@@ -532,7 +532,7 @@ TEST_F(Ops, LayersGiveTheSameBitsForEveryThreadCount) {
   ForEachTarget([&] {
     const std::vector<float> alone = run({});
     for (const int32_t threads : {2, 3}) {
-      ThreadPool pool(threads);
+      ThreadPool pool(threads, threads);
       ASSERT_EQ(run(pool.executor()), alone) << threads;
     }
   });

@@ -27,7 +27,7 @@ void ForEach(ThreadPool* pool, int32_t tasks, Fn&& fn) {
 
 TEST(Threads, EveryTaskRunsExactlyOnceForAnyNumberOfThreadsAndTasks) {
   for (const int32_t threads : {1, 2, 3, 8}) {
-    ThreadPool pool(threads);
+    ThreadPool pool(threads, threads);
     ASSERT_EQ(pool.num_threads(), threads);
     for (const int32_t tasks : {0, 1, 2, 7, 100, 1000}) {
       // Not atomic: TSan would see two threads on one task.
@@ -65,7 +65,7 @@ TEST(Threads, APoolTakesPhysicalCoresThatItMayUseAndIsPaidFor) {
 }
 
 TEST(Threads, NoWorkerRunsTwoTasksAtATime) {
-  ThreadPool pool(4);
+  ThreadPool pool(4, 4);
   std::vector<std::atomic<int>> busy(4);
   std::atomic<int> clashes{0}, outside{0};
   for (int round = 0; round < 200; ++round) {
@@ -84,7 +84,7 @@ TEST(Threads, NoWorkerRunsTwoTasksAtATime) {
 }
 
 TEST(Threads, TheCallerIsWorkerZeroAndWorkersKeepTheirThreads) {
-  ThreadPool pool(3);
+  ThreadPool pool(3, 3);
   std::vector<std::thread::id> ids(3);
   ids[0] = std::this_thread::get_id();
   std::atomic<int> moved{0};
@@ -100,7 +100,7 @@ TEST(Threads, TheCallerIsWorkerZeroAndWorkersKeepTheirThreads) {
 
 TEST(Threads, TasksThatWaitForEachOtherAreAllTakenAtOnce) {
   // Only if every worker takes part can all four be inside at the same time.
-  ThreadPool pool(4);
+  ThreadPool pool(4, 4);
   for (int round = 0; round < 20; ++round) {
     // Long enough, now and then, that the workers have gone to sleep.
     if (round % 5 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -113,8 +113,32 @@ TEST(Threads, TasksThatWaitForEachOtherAreAllTakenAtOnce) {
   }
 }
 
+TEST(Threads, OfMoreThreadsThanCpusNoMoreRunAtATime) {
+  for (const int32_t cpus : {1, 2, 3}) {
+    ThreadPool pool(8, cpus);
+    EXPECT_EQ(pool.num_threads(), 8);
+    EXPECT_EQ(pool.executor().num_threads, 8);
+    std::atomic<int> inside{0}, most{0};
+    std::vector<std::atomic<int>> runs(64);
+    for (int round = 0; round < 50; ++round) {
+      ForEach(&pool, 64, [&](int32_t task, int32_t) {
+        const int now = ++inside;
+        for (int seen = most; seen < now && !most.compare_exchange_weak(seen, now);) {
+        }
+        ++runs[static_cast<size_t>(task)];
+        std::this_thread::yield();
+        --inside;
+      });
+    }
+    EXPECT_LE(most, cpus);
+    for (const auto& count : runs) EXPECT_EQ(count, 50);
+  }
+  EXPECT_GE(UsableCpus(), 1);
+  EXPECT_LE(PhysicalCores(), UsableCpus());
+}
+
 TEST(Threads, WhatTasksWroteIsSeenAfterRunReturns) {
-  ThreadPool pool(4);
+  ThreadPool pool(4, 4);
   std::vector<int64_t> values(64);
   for (int64_t round = 0; round < 2000; ++round) {
     ForEach(&pool, 64, [&](int32_t task, int32_t) { values[static_cast<size_t>(task)] = round + task; });
@@ -124,7 +148,7 @@ TEST(Threads, WhatTasksWroteIsSeenAfterRunReturns) {
 }
 
 TEST(Threads, CallersOfOnePoolTakeTurns) {
-  ThreadPool pool(2);
+  ThreadPool pool(2, 2);
   std::atomic<int> running{0}, clashes{0}, tasks{0};
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 3; ++caller) {
@@ -173,7 +197,7 @@ TEST(Threads, ImpossibleNumbersAreRefusedWithTheAllowedOnes) {
 }
 
 TEST(Threads, APoolThatNeverRanEndsCleanly) {
-  for (int n = 0; n < 20; ++n) ThreadPool pool(4);
+  for (int n = 0; n < 20; ++n) ThreadPool pool(4, 4);
 }
 
 }  // namespace

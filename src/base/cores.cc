@@ -61,4 +61,6 @@ int32_t PhysicalCores(const std::filesystem::path& root, const std::vector<int>&
 
 int32_t PhysicalCores() { return PhysicalCores("/", OwnCpus()); }
 
+int32_t UsableCpus() { return static_cast<int32_t>(OwnCpus().size()); }
+
 }  // namespace phsa

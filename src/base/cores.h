@@ -16,6 +16,9 @@ int32_t PhysicalCores();
 // The same of these CPUs, by the files below `root` ("/" but in tests).
 int32_t PhysicalCores(const std::filesystem::path& root, const std::vector<int>& cpus);
 
+// CPUs that the system lets this process run on, each thread of a core counted; at least 1.
+int32_t UsableCpus();
+
 }  // namespace phsa
 
 #endif  // PHSA_BASE_CORES_H_
