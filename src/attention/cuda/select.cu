@@ -943,8 +943,401 @@ struct Factors {
 __device__ __forceinline__ __nv_bfloat162 Pair(uint32_t bits) { return reinterpret_cast<const __nv_bfloat162&>(bits); }
 __device__ __forceinline__ uint32_t Bits(__nv_bfloat162 x) { return reinterpret_cast<const uint32_t&>(x); }
 
-// One warp takes 16 rows. A lane (r, c) follows the query of its row r; with groups of one, that of row r + 8 as well.
 constexpr uint32_t kNone = 0x7FFF7FFFu;  // no numbers: a threshold that nothing reaches
+
+// The pieces of ChooseKernel, in its order. One warp takes 16 rows. A lane (r, c) follows the query of its row r; with
+// groups of one, that of row r + 8 as well.
+
+// Where the candidates of the followed queries end, and which of them need scores; whether one does.
+template <int kQueries, int kFollowed>
+__device__ __forceinline__ bool FollowQueries(const SelectArgs& args, const Shape& shape, const SequenceView& view,
+                                              int32_t q0, int r, int32_t (&end)[kFollowed], bool (&active)[kFollowed]) {
+  bool any = false;
+#pragma unroll
+  for (int f = 0; f < kFollowed; ++f) {
+    const int32_t q = q0 + (r + 8 * f) % kQueries;
+    const int32_t b = (view.first_position() + q) / kBlock;
+    end[f] = shape.CandidateEnd(b);
+    active[f] = q < view.q_len && NeedsScores(args, b);
+    any |= active[f];
+  }
+  return any;
+}
+
+// Writes the lists of a warp's queries that need no scores: none below dense_below, all candidates elsewhere.
+template <int kQueries>
+__device__ __forceinline__ void ListUnscored(const SelectArgs& args, const Shape& shape, const SequenceView& view,
+                                             int32_t q0, int32_t top_k, int32_t init, int64_t list0,
+                                             int64_t list_stride, bool all, int lane) {
+  for (int q = 0; !all && q < kQueries && q0 + q < view.q_len; ++q) {
+    const int32_t b = (view.first_position() + q0 + q) / kBlock;
+    if (NeedsScores(args, b)) continue;
+    const int32_t count = shape.Dense(b) ? 0 : shape.Candidates(b);
+    for (int i = lane; i < top_k; i += 32) {
+      args.p.selection[list0 + q * list_stride + i] = i < count ? init + i : -1;
+      if (args.p.selection_scores) args.p.selection_scores[list0 + q * list_stride + i] = 0.0f;
+    }
+  }
+}
+
+// What makes bounds of weights. factors: [query][pair][epoch]
+template <int kQueries>
+__device__ __forceinline__ void MakeFactors(const SelectArgs& args, const Shape& shape, int64_t unit0, int32_t row0,
+                                            int pairs, int32_t epochs, int lane, Factors* factors) {
+  for (int i = lane; i < kQueries * pairs * epochs; i += 32) {
+    const int epoch = i % epochs, pair = i / epochs % pairs, query = i / epochs / pairs;
+    float low = INFINITY, high = 0.0f, more = 0.0f;
+    for (int h = 2 * pair; h < min(2 * pair + 2, args.group.size); ++h) {
+      const int row = row0 + query + h % 2 * 8;
+      const float base = args.bases[((unit0 + pair) * args.epochs + epoch) * 16 + row];
+      const float factor = Exp2(base - args.lse2[(unit0 + pair) * 16 + row]);
+      low = fminf(low, factor);
+      high = fmaxf(high, factor);
+      if (!(base < INFINITY)) more = INFINITY;
+    }
+    if (more > 0.0f) low = high = 0.0f;
+    low *= (1.0f - kSlack) / (shape.group_max ? args.group.size : 1);
+    high *= 1.0f + kSlack;
+    factors[i] = {Pack<bf16>(low, low), Pack<bf16>(high, high), Pack<bf16>(more, more), 0};
+  }
+}
+
+// The weights of a lane's next vectors: of several queries and all pairs of heads.
+template <int kAhead, int kJoint, int kMostPairs>
+__device__ __forceinline__ void LoadWeights(const auto& row_weights, int first, int v0, int vectors, int pairs,
+                                            uint4 (&weights)[kAhead][kJoint][kMostPairs]) {
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+    for (int k = 0; k < kJoint; ++k) {
+#pragma unroll
+      for (int pair = 0; pair < kMostPairs; ++pair) {
+        const bool there = v0 + 32 * i < vectors && (kMostPairs == 1 || pair < pairs);
+        weights[i][k][pair] = there ? row_weights(first + k, pair)[v0 + 32 * i] : uint4{};
+      }
+    }
+  }
+}
+
+// Writes a lane's largest bounds of a query, which it has of four pairs of items.
+__device__ __forceinline__ void StoreMaxima(const __nv_bfloat162 (&most)[4], int set_words, uint32_t* own, int lane) {
+  // Neighbouring items are in different sets: they are often alike.
+  if (set_words == 2) {
+    *reinterpret_cast<uint2*>(own + 2 * lane) =
+        make_uint2(Bits(__hmax2(most[0], most[2])), Bits(__hmax2(most[1], most[3])));
+  } else {
+    *reinterpret_cast<uint4*>(own + 4 * lane) = make_uint4(Bits(most[0]), Bits(most[1]), Bits(most[2]), Bits(most[3]));
+  }
+}
+
+// Of the lane's query, the K-th of the largest bounds, hardly less: the bits of a bf16.
+template <int kLanes>
+__device__ __forceinline__ uint32_t FindThreshold(const uint32_t* maxima, int list_keys, int set_words, int32_t top_k,
+                                                  bool guesses, int lane) {
+  // kLanes lanes search for a query. Bounds are not negative: upper halves of floats, ordered as they are.
+  const uint4* own = reinterpret_cast<const uint4*>(maxima + lane / kLanes * 2 * list_keys);
+  const auto each = [&](auto&& take) {
+#pragma unroll 4
+    for (int i = lane % kLanes; i < 32 / 4 * set_words; i += kLanes) {
+      const uint4 x = own[i];
+      take(Pair(x.x));
+      take(Pair(x.y));
+      take(Pair(x.z));
+      take(Pair(x.w));
+    }
+  };
+  __nv_bfloat162 most = Pair(0);
+  each([&](__nv_bfloat162 x) { most = __hmax2(most, x); });
+  // At least K reach `low`, fewer reach `high`.
+  uint32_t low = 0, high = max(Bits(most) & 0xFFFFu, Bits(most) >> 16) + 1;
+  high = ReduceLanes<kLanes>(high, [](uint32_t x, uint32_t y) { return max(x, y); });
+  constexpr uint32_t kNear = 8 << 7;  // powers of two below the largest
+  uint32_t tried = high > kNear ? high - kNear : high / 2;
+  bool open = high > 1;
+#pragma unroll 1
+  while (__any_sync(~0u, open)) {
+    __nv_bfloat162 reach = Pair(0);
+    each([&](__nv_bfloat162 x) { reach = __hadd2(reach, __hge2(x, Pair(tried * 0x10001u))); });
+    const float2 two = __bfloat1622float2(reach);
+    const int count = static_cast<int>(ReduceLanes<kLanes>(two.x + two.y, [](float x, float y) { return x + y; }));
+    if (open) {
+      (count >= top_k ? low : high) = tried;
+      open = count != top_k && high - low > 4;
+    }
+    tried = low + (high - low) / 2;
+  }
+  if (guesses) low = __float_as_uint(kGuess * __uint_as_float(low << 16)) >> 16;
+  // So small a one that bounds themselves may be zero: all candidates are looked at.
+  if (__uint_as_float(low << 16) < 2.0f * kLeastScore) low = 0;
+  return low;
+}
+
+// Hands a query's threshold to the lanes that follow it, and to shared memory.
+template <int kQueries, int kFollowed>
+__device__ __forceinline__ void FollowThresholds(uint32_t low, const bool (&active)[kFollowed], uint32_t* thresholds,
+                                                 float (&threshold)[kFollowed], int r, int c) {
+  constexpr int kLanes = 32 / kQueries;
+#pragma unroll
+  for (int f = 0; f < kFollowed; ++f) {
+    const int query = (r + 8 * f) % kQueries;
+    const uint32_t found = __shfl_sync(~0u, low, query * kLanes);
+    const bool follows = active[f] && r + 8 * f < kQueries;
+    threshold[f] = follows ? __uint_as_float(found << 16) : INFINITY;
+    if (follows && c == 0) thresholds[query] = found * 0x10001u;
+  }
+}
+
+// The pieces that a lane (r, c) has of rows r and r + 8.
+template <typename T, int kHeadDim, int kPadded>
+__device__ __forceinline__ void LoadQueryRows(const SelectArgs& args, const SequenceView& view, int32_t head,
+                                              int32_t q0, int lane, uint4 (&a0)[kRowPieces<kHeadDim>],
+                                              uint4 (&a1)[kRowPieces<kHeadDim>]) {
+  constexpr int kQueries = 16 / kPadded;
+  constexpr int kLoads = kRowPieces<kHeadDim>;
+  const int r = lane / 4, c = lane % 4;
+  const T* first = QueryRow<T>(args, view, head, r / kQueries, q0 + r % kQueries);
+  const T* second = QueryRow<T>(args, view, head, (r + 8) / kQueries, q0 + (r + 8) % kQueries);
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const bool there = HasPiece<kHeadDim>(i * 4 + c);
+    a0[i] = first && there ? *reinterpret_cast<const uint4*>(first + (i * 4 + c) * 8) : uint4{};
+    a1[i] = second && there ? *reinterpret_cast<const uint4*>(second + (i * 4 + c) * 8) : uint4{};
+  }
+}
+
+// The best K of every query, or few more. Returns what all that is left of the lane's query reaches.
+template <int kLanes, int kFollowed>
+__device__ __forceinline__ float KeepBestOfQueries(uint64_t* candidates, int list_keys, int* counts, int32_t top_k,
+                                                   const float (&threshold)[kFollowed], bool exactly, int lane) {
+  const int own = lane / kLanes;
+  float floor = __shfl_sync(~0u, threshold[0], own % 8 * 4);
+  if constexpr (kFollowed == 2) {
+    const float second = __shfl_sync(~0u, threshold[1], own % 8 * 4);
+    if (own >= 8) floor = second;
+  }
+  const float worst = exactly ? KeepBestOfAll<kLanes>(candidates, list_keys, counts, top_k, floor, lane)
+                              : PruneAll<kLanes>(candidates, list_keys, counts, top_k, floor, lane);
+  return worst;
+}
+
+// Two products of a warp's 16 rows with 8 representatives each, in two sums: half the latency.
+template <typename T, int kLoads>
+__device__ __forceinline__ void Multiply(const uint4 (&a0)[kLoads], const uint4 (&a1)[kLoads],
+                                         const uint4 (&b)[2][kLoads], float (&acc)[2][4], float (&more)[2][4]) {
+#pragma unroll
+  for (int k = 0; k < kLoads; ++k) {
+    const uint32_t even[4] = {a0[k].x, a1[k].x, a0[k].y, a1[k].y};
+    const uint32_t odd[4] = {a0[k].z, a1[k].z, a0[k].w, a1[k].w};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) Mma<T>(acc[i], even, b[i][k].x, b[i][k].y);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) Mma<T>(more[i], odd, b[i][k].z, b[i][k].w);
+  }
+}
+
+// Ranks by logarithms what the four columns of a lane hold; adds to `found`.
+template <int kFollowed>
+__device__ __forceinline__ void RankByLogs(const auto& log_weight, const auto& join_logs, int shift, bool own,
+                                           const int32_t (&blocks)[2], int32_t init, const int32_t (&end)[kFollowed],
+                                           const float (&threshold)[kFollowed], float (&scores)[kFollowed][4],
+                                           uint32_t& found) {
+#pragma unroll 1
+  for (int m = 0; m < 4; ++m) {
+    // Constants alone index the registers.
+    const auto pick = [&](int j, int e) {
+      return m < 2 ? (j == 0 ? log_weight(0, 0, e) : log_weight(0, 1, e))
+                   : (j == 0 ? log_weight(1, 0, e) : log_weight(1, 1, e));
+    };
+    float x[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float first = pick(shift == 0 ? m % 2 : 0, e), second = shift == 0 ? -INFINITY : pick(1, e);
+      float top = fmaxf(first, second);
+      if (shift >= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      if (shift >= 3) top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      top = fmaxf(top, -FLT_MAX);
+      float sum = Exp2(first - top) + Exp2(second - top);
+      if (shift >= 2) sum += __shfl_xor_sync(~0u, sum, 1);
+      if (shift >= 3) sum += __shfl_xor_sync(~0u, sum, 2);
+      x[e] = shift == 0 ? first : top + log2f(sum);
+    }
+    const bool counts_here = shift == 0 || (m % 2 == 0 && own);
+    const int32_t block = (m < 2 ? blocks[0] : blocks[1]) + m % 2;
+    float ranks[kFollowed];
+    const auto keep = [&](int at) {
+      join_logs(at, x[0], x[1]);
+#pragma unroll
+      for (int f = 0; f < kFollowed; ++f) ranks[f] = scores[f][at];
+    };
+    if (m == 0) keep(0);
+    if (m == 1) keep(1);
+    if (m == 2) keep(2);
+    if (m == 3) keep(3);
+#pragma unroll
+    for (int f = 0; f < kFollowed; ++f) {
+      const bool candidate = counts_here && block >= init && block < end[f];
+      if (candidate && ranks[f] >= threshold[f]) found |= 1u << (4 * f + m);
+    }
+  }
+}
+
+// What a group makes of its heads' weights, of rows r and r + 8 of this lane: score m of each followed query.
+template <int kPadded, int kFollowed>
+__device__ __forceinline__ void JoinWeights(const Shape& shape, int m, float x0, float x1,
+                                            float (&scores)[kFollowed][4]) {
+  if constexpr (kPadded == 1) {
+    scores[0][m] = x0;
+    scores[kFollowed - 1][m] = x1;
+  } else {
+    scores[0][m] = shape.group_max ? GroupMax<kPadded>(fmaxf(x0, x1)) : GroupSum<kPadded>(x0 + x1);
+  }
+}
+// The same of their logarithms, as ranks.
+template <int kPadded, int kFollowed>
+__device__ __forceinline__ void JoinLogs(const Shape& shape, int m, float x0, float x1, float (&scores)[kFollowed][4]) {
+  if constexpr (kPadded == 1) {
+    scores[0][m] = RankOfLog(x0);
+    scores[kFollowed - 1][m] = RankOfLog(x1);
+  } else {
+    const float top = GroupMax<kPadded>(fmaxf(x0, x1));
+    const float sum = GroupSum<kPadded>(Exp2(x0 - top) + Exp2(x1 - top));
+    scores[0][m] = RankOfLog(shape.group_max ? top : top + log2f(sum));
+  }
+}
+
+// The sum of a block's parts, of which neighbouring lanes have two each. All lanes exchange, whoever shares a block.
+__device__ __forceinline__ float SumOfParts(float x, int shift) {
+  const float next = __shfl_xor_sync(~0u, x, 1);
+  x += shift >= 2 ? next : 0.0f;
+  const float far = __shfl_xor_sync(~0u, x, 2);
+  x += shift >= 3 ? far : 0.0f;
+  return x;
+}
+
+// Appends what a lane found to its queries' candidates. found: bit 4 f + m for score m of followed query f.
+template <int kFollowed>
+__device__ __forceinline__ void KeepFound(uint32_t found, const float (&scores)[kFollowed][4],
+                                          const int32_t (&blocks)[2], uint64_t* candidates, int list_keys, int* counts,
+                                          int room, int r, const auto& prune) {
+  uint32_t full[kFollowed];
+#pragma unroll
+  for (int f = 0; f < kFollowed; ++f) {
+    const uint32_t own = found >> (4 * f) & 15u;
+    bool over = false;
+    if (own != 0) {
+      const int query = r + 8 * f;
+      const int at = atomicAdd(&counts[query], __popc(own));
+      over = at + __popc(own) > room;
+      uint64_t* to = candidates + query * list_keys + at;
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        if (own >> m & 1) to[__popc(own & ((1u << m) - 1u))] = CandidateKey(scores[f][m], blocks[m / 2] + m % 2);
+      }
+    }
+    full[f] = __ballot_sync(~0u, over);
+  }
+  __syncwarp();
+  // A product adds at most 16 candidates to a query: make room where the next one might not fit.
+#pragma unroll
+  for (int f = 0; f < kFollowed; ++f) {
+    for (; full[f] != 0; full[f] &= full[f] - 1) {
+      const int q = (__ffs(static_cast<int>(full[f])) - 1) / 4 + 8 * f;
+      if (counts[q] > room) prune(q);
+    }
+  }
+}
+
+// Lists the subsets of the lanes' reached items behind `n` others. Returns how many there are then.
+__device__ __forceinline__ int ListReached(int32_t* list, int n, int v, uint32_t reached, int subset_shift, int lane) {
+  const uint32_t items = (reached | reached >> 16) & 0xFFu;
+  if (__any_sync(~0u, items != 0)) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const bool wanted = (items >> j & 1) != 0;
+      const uint32_t lanes = __ballot_sync(~0u, wanted);
+      const int at = n + (__popc(lanes & ((1u << lane) - 1u)) << subset_shift);
+      const int32_t subset = (8 * v + j) << subset_shift;
+      if (wanted) list[at] = subset;
+      if (wanted && subset_shift != 0) list[at + 1] = subset + 1;
+      n += __popc(lanes) << subset_shift;
+    }
+  }
+  return n;
+}
+
+// Whether a followed query has too few candidates; such a one gets a lower threshold, the others are done.
+template <int kQueries, int kFollowed>
+__device__ __forceinline__ bool LowerThresholds(int* counts, uint32_t* thresholds, int* faint, int32_t top_k,
+                                                int32_t init, int pairs, bool guesses, int attempt, int r,
+                                                float (&threshold)[kFollowed], int32_t (&end)[kFollowed]) {
+  bool missing = false;
+#pragma unroll
+  for (int f = 0; f < kFollowed; ++f) {
+    const int query = (r + 8 * f) % kQueries;
+    const bool follows = threshold[f] > 0.0f && threshold[f] < INFINITY;
+    if (follows && counts[query] < min(top_k, end[f] - init)) {
+      missing = true;
+      const float tried = __uint_as_float(thresholds[query] << 16);
+      threshold[f] = guesses && attempt == 0 ? tried / (kGuess * static_cast<float>(pairs)) : 0.0f;
+    } else {
+      if (threshold[f] < kLeastScore && end[f] - init > top_k) faint[query] = 1;
+      end[f] = 0;
+    }
+  }
+  return missing;
+}
+
+// What the next attempt looks for; queries that are done look for nothing.
+template <int kQueries, int kFollowed>
+__device__ __forceinline__ void SetThresholds(int* counts, uint32_t* thresholds, const float (&threshold)[kFollowed],
+                                              const int32_t (&end)[kFollowed], int r, int c) {
+#pragma unroll
+  for (int f = 0; f < kFollowed; ++f) {
+    const int query = (r + 8 * f) % kQueries;
+    if (c != 0 || r + 8 * f >= kQueries) continue;
+    if (end[f] != 0) counts[query] = 0;
+    thresholds[query] = end[f] != 0 ? (__float_as_uint(threshold[f]) >> 16) * 0x10001u : kNone;
+  }
+}
+
+// Writes the queries' lists, ascending: `kLanes` lanes one of them.
+template <int kLanes>
+__device__ __forceinline__ void StoreBest(const SelectArgs& args, const SequenceView& view, int32_t q0, int64_t list0,
+                                          int64_t list_stride, uint64_t* candidates, int list_keys, int* counts,
+                                          int* faint, int32_t top_k, int lane) {
+  const int query = lane / kLanes;
+  const bool writes = q0 + query < view.q_len && NeedsScores(args, (view.first_position() + q0 + query) / kBlock);
+  const uint64_t* best = candidates + query * list_keys;
+  const int kept = writes ? counts[query] : 0;
+  int32_t* selection = args.p.selection + list0 + query * list_stride;
+  constexpr int kMine = 4;
+  for (int base = lane % kLanes; base < top_k; base += kMine * kLanes) {
+    uint32_t mine[kMine];
+    int place[kMine] = {};
+#pragma unroll
+    for (int j = 0; j < kMine; ++j) {
+      const int at = base + j * kLanes;
+      mine[j] = at < kept ? static_cast<uint32_t>(best[at]) : 0;  // the lower block has the larger word
+    }
+    for (int i = 0; i < kept; ++i) {
+      const uint32_t other = static_cast<uint32_t>(best[i]);
+#pragma unroll
+      for (int j = 0; j < kMine; ++j) place[j] += other > mine[j];
+    }
+    if (!writes) continue;
+#pragma unroll
+    for (int j = 0; j < kMine; ++j) {
+      const int at = base + j * kLanes;
+      if (at >= top_k) continue;
+      const int to = at < kept ? place[j] : at;
+      selection[to] = at < kept ? KeyBlock(best[at]) : -1;
+      if (args.p.selection_scores) {
+        const float score = at >= kept ? 0.0f : faint[query] ? Exp2(LogOfRank(KeyScore(best[at]))) : KeyScore(best[at]);
+        args.p.selection_scores[list0 + query * list_stride + to] = score;
+      }
+    }
+  }
+}
 
 template <typename T, int kHeadDim, int kPadded>
 __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __grid_constant__ SelectArgs args) {
@@ -989,29 +1382,12 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
 
   int32_t end[kFollowed];
   bool active[kFollowed];
-  bool any = false;
-#pragma unroll
-  for (int f = 0; f < kFollowed; ++f) {
-    const int32_t q = q0 + (r + 8 * f) % kQueries;
-    const int32_t b = (view.first_position() + q) / kBlock;
-    end[f] = shape.CandidateEnd(b);
-    active[f] = q < view.q_len && NeedsScores(args, b);
-    any |= active[f];
-  }
+  bool any = FollowQueries<kQueries, kFollowed>(args, shape, view, q0, r, end, active);
   bool all = active[0] && active[kFollowed - 1];
   any = __any_sync(~0u, any);
   all = __all_sync(~0u, all);
 
-  // Lists that need no scores: none below dense_below, all candidates elsewhere.
-  for (int q = 0; !all && q < kQueries && q0 + q < view.q_len; ++q) {
-    const int32_t b = (view.first_position() + q0 + q) / kBlock;
-    if (NeedsScores(args, b)) continue;
-    const int32_t count = shape.Dense(b) ? 0 : shape.Candidates(b);
-    for (int i = lane; i < top_k; i += 32) {
-      args.p.selection[list0 + q * list_stride + i] = i < count ? init + i : -1;
-      if (args.p.selection_scores) args.p.selection_scores[list0 + q * list_stride + i] = 0.0f;
-    }
-  }
+  ListUnscored<kQueries>(args, shape, view, q0, top_k, init, list0, list_stride, all, lane);
   if (!any) return;
 
   const int32_t last = min(q0 + kQueries, view.q_len) - 1;
@@ -1020,22 +1396,7 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
   const int32_t stages = TileStages(args, view, tile_q0);
   const int32_t epochs = EpochOfTurn(stages - 1) + 1;
   if (lane < kQueries) thresholds[lane] = kNone;
-  for (int i = lane; i < kQueries * pairs * epochs; i += 32) {
-    const int epoch = i % epochs, pair = i / epochs % pairs, query = i / epochs / pairs;
-    float low = INFINITY, high = 0.0f, more = 0.0f;
-    for (int h = 2 * pair; h < min(2 * pair + 2, args.group.size); ++h) {
-      const int row = row0 + query + h % 2 * 8;
-      const float base = args.bases[((unit0 + pair) * args.epochs + epoch) * 16 + row];
-      const float factor = Exp2(base - args.lse2[(unit0 + pair) * 16 + row]);
-      low = fminf(low, factor);
-      high = fmaxf(high, factor);
-      if (!(base < INFINITY)) more = INFINITY;
-    }
-    if (more > 0.0f) low = high = 0.0f;
-    low *= (1.0f - kSlack) / (shape.group_max ? args.group.size : 1);
-    high *= 1.0f + kSlack;
-    factors[i] = {Pack<bf16>(low, low), Pack<bf16>(high, high), Pack<bf16>(more, more), 0};
-  }
+  MakeFactors<kQueries>(args, shape, unit0, row0, pairs, epochs, lane, factors);
   __syncwarp();
 
   // Weights of eight items: vector v of a row; and what goes with them.
@@ -1069,17 +1430,7 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
 #pragma unroll 1
     for (int v0 = lane; v0 < vectors; v0 += 32 * kAhead) {
       uint4 weights[kAhead][kJoint][kMostPairs];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-#pragma unroll
-        for (int k = 0; k < kJoint; ++k) {
-#pragma unroll
-          for (int pair = 0; pair < kMostPairs; ++pair) {
-            const bool there = v0 + 32 * i < vectors && (kMostPairs == 1 || pair < pairs);
-            weights[i][k][pair] = there ? row_weights(first + k, pair)[v0 + 32 * i] : uint4{};
-          }
-        }
-      }
+      LoadWeights(row_weights, first, v0, vectors, pairs, weights);
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (v0 + 32 * i >= vectors) break;
@@ -1106,79 +1457,21 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
     }
 #pragma unroll
     for (int k = 0; k < kJoint; ++k) {
-      // Neighbouring items are in different sets: they are often alike.
-      uint32_t* own = maxima + (first + k) * 2 * list_keys;
-      if (set_words == 2) {
-        *reinterpret_cast<uint2*>(own + 2 * lane) =
-            make_uint2(Bits(__hmax2(most[k][0], most[k][2])), Bits(__hmax2(most[k][1], most[k][3])));
-      } else {
-        *reinterpret_cast<uint4*>(own + 4 * lane) =
-            make_uint4(Bits(most[k][0]), Bits(most[k][1]), Bits(most[k][2]), Bits(most[k][3]));
-      }
+      StoreMaxima(most[k], set_words, maxima + (first + k) * 2 * list_keys, lane);
     }
   }
   __syncwarp();
   float threshold[kFollowed];
   {
-    // kLanes lanes search for a query. Bounds are not negative: upper halves of floats, ordered as they are.
-    const uint4* own = reinterpret_cast<const uint4*>(maxima + lane / kLanes * 2 * list_keys);
-    const auto each = [&](auto&& take) {
-#pragma unroll 4
-      for (int i = lane % kLanes; i < 32 / 4 * set_words; i += kLanes) {
-        const uint4 x = own[i];
-        take(Pair(x.x));
-        take(Pair(x.y));
-        take(Pair(x.z));
-        take(Pair(x.w));
-      }
-    };
-    __nv_bfloat162 most = Pair(0);
-    each([&](__nv_bfloat162 x) { most = __hmax2(most, x); });
-    // At least K reach `low`, fewer reach `high`.
-    uint32_t low = 0, high = max(Bits(most) & 0xFFFFu, Bits(most) >> 16) + 1;
-    high = ReduceLanes<kLanes>(high, [](uint32_t x, uint32_t y) { return max(x, y); });
-    constexpr uint32_t kNear = 8 << 7;  // powers of two below the largest
-    uint32_t tried = high > kNear ? high - kNear : high / 2;
-    bool open = high > 1;
-#pragma unroll 1
-    while (__any_sync(~0u, open)) {
-      __nv_bfloat162 reach = Pair(0);
-      each([&](__nv_bfloat162 x) { reach = __hadd2(reach, __hge2(x, Pair(tried * 0x10001u))); });
-      const float2 two = __bfloat1622float2(reach);
-      const int count = static_cast<int>(ReduceLanes<kLanes>(two.x + two.y, [](float x, float y) { return x + y; }));
-      if (open) {
-        (count >= top_k ? low : high) = tried;
-        open = count != top_k && high - low > 4;
-      }
-      tried = low + (high - low) / 2;
-    }
-    if (guesses) low = __float_as_uint(kGuess * __uint_as_float(low << 16)) >> 16;
-    // So small a one that bounds themselves may be zero: all candidates are looked at.
-    if (__uint_as_float(low << 16) < 2.0f * kLeastScore) low = 0;
-#pragma unroll
-    for (int f = 0; f < kFollowed; ++f) {
-      const int query = (r + 8 * f) % kQueries;
-      const uint32_t found = __shfl_sync(~0u, low, query * kLanes);
-      const bool follows = active[f] && r + 8 * f < kQueries;
-      threshold[f] = follows ? __uint_as_float(found << 16) : INFINITY;
-      if (follows && c == 0) thresholds[query] = found * 0x10001u;
-    }
+    const uint32_t low = FindThreshold<kLanes>(maxima, list_keys, set_words, top_k, guesses, lane);
+    FollowThresholds<kQueries, kFollowed>(low, active, thresholds, threshold, r, c);
   }
   __syncwarp();
 
   // A in an order of k that lets every lane load 16 bytes at once; B is loaded in the same order.
   constexpr int kLoads = kRowPieces<kHeadDim>;
   uint4 a0[kLoads], a1[kLoads];
-  {
-    const T* first = QueryRow<T>(args, view, head, r / kQueries, q0 + r % kQueries);
-    const T* second = QueryRow<T>(args, view, head, (r + 8) / kQueries, q0 + (r + 8) % kQueries);
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const bool there = HasPiece<kHeadDim>(i * 4 + c);
-      a0[i] = first && there ? *reinterpret_cast<const uint4*>(first + (i * 4 + c) * 8) : uint4{};
-      a1[i] = second && there ? *reinterpret_cast<const uint4*>(second + (i * 4 + c) * 8) : uint4{};
-    }
-  }
+  LoadQueryRows<T, kHeadDim, kPadded>(args, view, head, q0, lane, a0, a1);
   const auto row_lse = [&](int row) {
     const int h = row / kQueries;
     if (h >= args.group.size) return INFINITY;
@@ -1215,14 +1508,8 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       }
       if (most_candidates() > kAtOnce) return;
     }
-    const int own = lane / kLanes;
-    float floor = __shfl_sync(~0u, threshold[0], own % 8 * 4);
-    if constexpr (kFollowed == 2) {
-      const float second = __shfl_sync(~0u, threshold[1], own % 8 * 4);
-      if (own >= 8) floor = second;
-    }
-    const float worst = exactly ? KeepBestOfAll<kLanes>(candidates, list_keys, counts, top_k, floor, lane)
-                                : PruneAll<kLanes>(candidates, list_keys, counts, top_k, floor, lane);
+    const float worst =
+        KeepBestOfQueries<kLanes, kFollowed>(candidates, list_keys, counts, top_k, threshold, exactly, lane);
 #pragma unroll
     for (int f = 0; f < kFollowed; ++f) raise(f, __shfl_sync(~0u, worst, (r + 8 * f) % kQueries * kLanes));
   };
@@ -1251,15 +1538,7 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
     load(subsets);
     for (int done = 4;; done += 4) {
       float acc[2][4] = {}, more[2][4] = {};  // two sums: half the latency
-#pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
-        const uint32_t even[4] = {a0[k].x, a1[k].x, a0[k].y, a1[k].y};
-        const uint32_t odd[4] = {a0[k].z, a1[k].z, a0[k].w, a1[k].w};
-#pragma unroll
-        for (int i = 0; i < 2; ++i) Mma<T>(acc[i], even, b[i][k].x, b[i][k].y);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) Mma<T>(more[i], odd, b[i][k].z, b[i][k].w);
-      }
+      Multiply<T>(a0, a1, b, acc, more);
       // Blocks of the lane's columns: two of each product, or one (with parts), which other lanes may have too.
       const int32_t blocks[2] = {((c < 2 ? subsets.x : subsets.y) * kSubset + c % 2 * 2) >> shift,
                                  ((c < 2 ? subsets.z : subsets.w) * kSubset + c % 2 * 2) >> shift};
@@ -1270,25 +1549,8 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       }
       uint32_t found = 0;
       float scores[kFollowed][4];  // [followed query][product · 2 + column]
-      // What a group makes of its heads' weights, or of their logarithms: of rows r and r + 8 of this lane.
-      const auto join = [&](int m, float x0, float x1) {
-        if constexpr (kPadded == 1) {
-          scores[0][m] = x0;
-          scores[kFollowed - 1][m] = x1;
-        } else {
-          scores[0][m] = shape.group_max ? GroupMax<kPadded>(fmaxf(x0, x1)) : GroupSum<kPadded>(x0 + x1);
-        }
-      };
-      const auto join_logs = [&](int m, float x0, float x1) {
-        if constexpr (kPadded == 1) {
-          scores[0][m] = RankOfLog(x0);
-          scores[kFollowed - 1][m] = RankOfLog(x1);
-        } else {
-          const float top = GroupMax<kPadded>(fmaxf(x0, x1));
-          const float sum = GroupSum<kPadded>(Exp2(x0 - top) + Exp2(x1 - top));
-          scores[0][m] = RankOfLog(shape.group_max ? top : top + log2f(sum));
-        }
-      };
+      const auto join = [&](int m, float x0, float x1) { JoinWeights<kPadded, kFollowed>(shape, m, x0, x1, scores); };
+      const auto join_logs = [&](int m, float x0, float x1) { JoinLogs<kPadded, kFollowed>(shape, m, x0, x1, scores); };
       const auto look = [&](int m, int32_t block, bool own) {
 #pragma unroll
         for (int f = 0; f < kFollowed; ++f) {
@@ -1301,44 +1563,7 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       };
       const bool own = (c & ((1 << max(shift - 1, 0)) - 1)) == 0;
       if (__builtin_expect(*by_logs != 0, 0)) {
-#pragma unroll 1
-        for (int m = 0; m < 4; ++m) {
-          // Constants alone index the registers.
-          const auto pick = [&](int j, int e) {
-            return m < 2 ? (j == 0 ? log_weight(0, 0, e) : log_weight(0, 1, e))
-                         : (j == 0 ? log_weight(1, 0, e) : log_weight(1, 1, e));
-          };
-          float x[2];
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float first = pick(shift == 0 ? m % 2 : 0, e), second = shift == 0 ? -INFINITY : pick(1, e);
-            float top = fmaxf(first, second);
-            if (shift >= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-            if (shift >= 3) top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-            top = fmaxf(top, -FLT_MAX);
-            float sum = Exp2(first - top) + Exp2(second - top);
-            if (shift >= 2) sum += __shfl_xor_sync(~0u, sum, 1);
-            if (shift >= 3) sum += __shfl_xor_sync(~0u, sum, 2);
-            x[e] = shift == 0 ? first : top + log2f(sum);
-          }
-          const bool counts_here = shift == 0 || (m % 2 == 0 && own);
-          const int32_t block = (m < 2 ? blocks[0] : blocks[1]) + m % 2;
-          float ranks[kFollowed];
-          const auto keep = [&](int at) {
-            join_logs(at, x[0], x[1]);
-#pragma unroll
-            for (int f = 0; f < kFollowed; ++f) ranks[f] = scores[f][at];
-          };
-          if (m == 0) keep(0);
-          if (m == 1) keep(1);
-          if (m == 2) keep(2);
-          if (m == 3) keep(3);
-#pragma unroll
-          for (int f = 0; f < kFollowed; ++f) {
-            const bool candidate = counts_here && block >= init && block < end[f];
-            if (candidate && ranks[f] >= threshold[f]) found |= 1u << (4 * f + m);
-          }
-        }
+        RankByLogs<kFollowed>(log_weight, join_logs, shift, own, blocks, init, end, threshold, scores, found);
       } else if (shift == 0) {
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
@@ -1352,44 +1577,14 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
           float x[2];
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            x[e] = Exp2(log_weight(i, 0, e)) + Exp2(log_weight(i, 1, e));
-            const float next = __shfl_xor_sync(~0u, x[e], 1);
-            x[e] += shift >= 2 ? next : 0.0f;
-            const float far = __shfl_xor_sync(~0u, x[e], 2);
-            x[e] += shift >= 3 ? far : 0.0f;
+            x[e] = SumOfParts(Exp2(log_weight(i, 0, e)) + Exp2(log_weight(i, 1, e)), shift);
           }
           join(2 * i, x[0], x[1]);
           look(2 * i, blocks[i], own);
         }
       }
-      if (__any_sync(~0u, found != 0)) {
-        uint32_t full[kFollowed];
-#pragma unroll
-        for (int f = 0; f < kFollowed; ++f) {
-          const uint32_t own = found >> (4 * f) & 15u;
-          bool over = false;
-          if (own != 0) {
-            const int query = r + 8 * f;
-            const int at = atomicAdd(&counts[query], __popc(own));
-            over = at + __popc(own) > room;
-            uint64_t* to = candidates + query * list_keys + at;
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-              if (own >> m & 1) to[__popc(own & ((1u << m) - 1u))] = CandidateKey(scores[f][m], blocks[m / 2] + m % 2);
-            }
-          }
-          full[f] = __ballot_sync(~0u, over);
-        }
-        __syncwarp();
-        // A product adds at most 16 candidates to a query: make room where the next one might not fit.
-#pragma unroll
-        for (int f = 0; f < kFollowed; ++f) {
-          for (; full[f] != 0; full[f] &= full[f] - 1) {
-            const int q = (__ffs(static_cast<int>(full[f])) - 1) / 4 + 8 * f;
-            if (counts[q] > room) prune(q);
-          }
-        }
-      }
+      if (__any_sync(~0u, found != 0))
+        KeepFound<kFollowed>(found, scores, blocks, candidates, list_keys, counts, room, r, prune);
       if (done >= n) break;
     }
     __syncwarp();
@@ -1432,19 +1627,7 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
           for (int j = 0; j < 4; ++j) reached |= __hge2_mask(high[j], least) & (0x00020001u << (2 * j));
         }
       }
-      const uint32_t items = (reached | reached >> 16) & 0xFFu;
-      if (__any_sync(~0u, items != 0)) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const bool wanted = (items >> j & 1) != 0;
-          const uint32_t lanes = __ballot_sync(~0u, wanted);
-          const int at = n + (__popc(lanes & ((1u << lane) - 1u)) << subset_shift);
-          const int32_t subset = (8 * v + j) << subset_shift;
-          if (wanted) list[at] = subset;
-          if (wanted && subset_shift != 0) list[at + 1] = subset + 1;
-          n += __popc(lanes) << subset_shift;
-        }
-      }
+      n = ListReached(list, n, v, reached, subset_shift, lane);
       if (n == 0 || (n <= kList - kStepSubsets && v0 + 32 < vectors)) continue;
       if (lane < 3) list[n + lane] = 1 << 28;  // none: beyond all candidates
       __syncwarp();
@@ -1454,20 +1637,8 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
     __syncwarp();
     if (attempt == 0) keep_best(false);
     // A query with enough blocks that reach its threshold is done. The others try a lower one, in the end 0.
-    bool missing = false;
-#pragma unroll
-    for (int f = 0; f < kFollowed; ++f) {
-      const int query = (r + 8 * f) % kQueries;
-      const bool follows = threshold[f] > 0.0f && threshold[f] < INFINITY;
-      if (follows && counts[query] < min(top_k, end[f] - init)) {
-        missing = true;
-        const float tried = __uint_as_float(thresholds[query] << 16);
-        threshold[f] = guesses && attempt == 0 ? tried / (kGuess * static_cast<float>(pairs)) : 0.0f;
-      } else {
-        if (threshold[f] < kLeastScore && end[f] - init > top_k) faint[query] = 1;
-        end[f] = 0;
-      }
-    }
+    const bool missing = LowerThresholds<kQueries, kFollowed>(counts, thresholds, faint, top_k, init, pairs, guesses,
+                                                              attempt, r, threshold, end);
     __syncwarp();
     if (!__any_sync(~0u, missing)) {
       if (*by_logs != 0 || !__any_sync(~0u, faint[lane % kQueries])) break;
@@ -1481,13 +1652,7 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       }
     }
     __syncwarp();
-#pragma unroll
-    for (int f = 0; f < kFollowed; ++f) {
-      const int query = (r + 8 * f) % kQueries;
-      if (c != 0 || r + 8 * f >= kQueries) continue;
-      if (end[f] != 0) counts[query] = 0;
-      thresholds[query] = end[f] != 0 ? (__float_as_uint(threshold[f]) >> 16) * 0x10001u : kNone;
-    }
+    SetThresholds<kQueries, kFollowed>(counts, thresholds, threshold, end, r, c);
     __syncwarp();
   }
 
@@ -1501,38 +1666,7 @@ __global__ __launch_bounds__(kChooseWarps * 32, 4) void ChooseKernel(const __gri
       __syncwarp();
     }
   }
-  const int query = lane / kLanes;
-  const bool writes = q0 + query < view.q_len && NeedsScores(args, (view.first_position() + q0 + query) / kBlock);
-  const uint64_t* best = candidates + query * list_keys;
-  const int kept = writes ? counts[query] : 0;
-  int32_t* selection = args.p.selection + list0 + query * list_stride;
-  constexpr int kMine = 4;
-  for (int base = lane % kLanes; base < top_k; base += kMine * kLanes) {
-    uint32_t mine[kMine];
-    int place[kMine] = {};
-#pragma unroll
-    for (int j = 0; j < kMine; ++j) {
-      const int at = base + j * kLanes;
-      mine[j] = at < kept ? static_cast<uint32_t>(best[at]) : 0;  // the lower block has the larger word
-    }
-    for (int i = 0; i < kept; ++i) {
-      const uint32_t other = static_cast<uint32_t>(best[i]);
-#pragma unroll
-      for (int j = 0; j < kMine; ++j) place[j] += other > mine[j];
-    }
-    if (!writes) continue;
-#pragma unroll
-    for (int j = 0; j < kMine; ++j) {
-      const int at = base + j * kLanes;
-      if (at >= top_k) continue;
-      const int to = at < kept ? place[j] : at;
-      selection[to] = at < kept ? KeyBlock(best[at]) : -1;
-      if (args.p.selection_scores) {
-        const float score = at >= kept ? 0.0f : faint[query] ? Exp2(LogOfRank(KeyScore(best[at]))) : KeyScore(best[at]);
-        args.p.selection_scores[list0 + query * list_stride + to] = score;
-      }
-    }
-  }
+  StoreBest<kLanes>(args, view, q0, list0, list_stride, candidates, list_keys, counts, faint, top_k, lane);
 }
 
 Group MakeGroup(const Shape& shape) {
